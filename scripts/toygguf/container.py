@@ -139,9 +139,7 @@ def _write_tensor(out: BinaryIO, tensor: Tensor, seed: str, pool: BlockPool | No
     return padded(tensor.n_bytes)
 
 
-def write_gguf(
-    path: Path, metadata: dict[str, Any], tensors: list[Tensor], seed: str, progress: Progress | None = None
-) -> None:
+def write_gguf(path: Path, metadata: dict[str, Any], tensors: list[Tensor], seed: str, progress: Progress | None = None) -> None:
     """Write one file under a temporary name, then rename it. With `progress`, large tensors share a random pool."""
     pool = BlockPool() if progress else None
     total, done = sum(padded(t.n_bytes) for t in tensors), 0
