@@ -1,4 +1,4 @@
-"""The toy models: readable by the gguf package, deterministic, of the spread they claim."""
+"""Toy and synthetic models: readable by the gguf package, deterministic, of the spread they claim."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from make_synthetic_gguf import describe
 from toygguf.blocks import LAYOUTS, random_blocks
 from toygguf.container import BlockPool, Tensor, tensor_chunks
 from toygguf.models import MODELS, write_model
@@ -55,3 +56,16 @@ def test_pooled_tensor_has_its_full_length() -> None:
     chunks = list(tensor_chunks(tensor, "seed", BlockPool()))
     assert sum(chunk.nbytes for chunk in chunks) == tensor.n_bytes
     assert max(chunk.nbytes for chunk in chunks) <= 8 << 20
+
+
+@pytest.mark.parametrize(("shape", "kind"), [("llama-7b", "Q4_0"), ("qwen3-30b-a3b", "Q4_K")])
+def test_synthetic_shapes_say_that_they_are_synthetic(shape: str, kind: str) -> None:
+    model = describe(shape, kind, 1, 600)
+    assert "SYNTHETIC" in model.metadata["general.description"]
+    assert len(model.metadata["tokenizer.ggml.tokens"]) == 600
+    assert all(t.n_bytes for t in model.tensors)
+
+
+def test_synthetic_llama_7b_has_the_size_of_the_real_one() -> None:
+    total = sum(t.n_bytes for t in describe("llama-7b", "Q4_0", None, None).tensors)
+    assert 3.4 * 2**30 < total < 3.7 * 2**30
