@@ -35,11 +35,13 @@ class Outcome:
         return self.value
 
 
-def run_python(code: str, *args: str | Path, timeout_s: float = TIMEOUT_S) -> Outcome:
+def run_python(code: str, *args: str | Path, timeout_s: float = TIMEOUT_S, preload: Path | None = None) -> Outcome:
     """Run `code` in a fresh interpreter with sys.argv[1:] = args; an abort there does not end the test run."""
     command = [sys.executable, "-c", code, *map(str, args)]
     paths = os.pathsep.join(p for p in sys.path if p)
     environment = {**os.environ, "PYTHONPATH": paths}
+    if preload:
+        environment["LD_PRELOAD"] = str(preload)
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(("{", "["))]
     return Outcome(done.returncode, json.loads(lines[-1]) if lines else None, done.stderr)

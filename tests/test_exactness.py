@@ -203,9 +203,9 @@ def generate(llm: Any, **settings: Any) -> str:
 
 @pytest.mark.parametrize("name", ["dense_untied", "moe_qwen3", "moe_shared", "moe_dense_lead"])
 def test_budget_changed_between_tokens(tiny: Tiny, name: str) -> None:
-    with unstreamed(tiny(name)) as llm:
+    with unstreamed(tiny(name), logits_all=False) as llm:
         expected = generate(llm)
-    with streamed(tiny(name), "min") as llm:
+    with streamed(tiny(name), "min", logits_all=False) as llm:
         low, high = budget_range(llm)
         budgets = [high, low, (low + high) // 2, low, high]
         text = ""
@@ -218,9 +218,9 @@ def test_budget_changed_between_tokens(tiny: Tiny, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dense_untied", "moe_qwen3", "moe_dense_lead"])
 def test_budget_changed_from_another_thread(tiny: Tiny, name: str) -> None:
-    with unstreamed(tiny(name)) as llm:
+    with unstreamed(tiny(name), logits_all=False) as llm:
         expected = generate(llm)
-    with streamed(tiny(name), "min") as llm:
+    with streamed(tiny(name), "min", logits_all=False) as llm:
         low, high = budget_range(llm)
         stop = threading.Event()
         failures: list[BaseException] = []
@@ -247,7 +247,7 @@ def test_budget_changed_from_another_thread(tiny: Tiny, name: str) -> None:
 def test_budget_below_the_minimum_changes_nothing(tiny: Tiny) -> None:
     from leanstream_gguf import errors
 
-    with streamed(tiny("moe_qwen3"), "min") as llm:
+    with streamed(tiny("moe_qwen3"), "min", logits_all=False) as llm:
         expected = generate(llm)
         low, _ = budget_range(llm)
         with pytest.raises(errors.BudgetError) as caught:
@@ -258,7 +258,7 @@ def test_budget_below_the_minimum_changes_nothing(tiny: Tiny) -> None:
 
 
 def test_generation_broken_off_leaves_a_clean_model(tiny: Tiny) -> None:
-    with streamed(tiny("moe_qwen3"), "min") as llm:
+    with streamed(tiny("moe_qwen3"), "min", logits_all=False) as llm:
         expected = generate(llm)
         for i, _ in enumerate(llm("something else entirely", max_tokens=30, stream=True)):
             if i == 5:
