@@ -4,6 +4,7 @@
     python vendor/fetch.py             prints the folder of the sources; does nothing when they are up to date
     python vendor/fetch.py --force     also when commits or edits in vendor/llama.cpp would be lost
     python vendor/fetch.py --upstream DIR   the unpatched pin, unpacked into DIR
+    python vendor/fetch.py --sdist     only the archive; prints its path
 
 The archive is the source distribution that pip downloads, kept in a cache folder and checked by SHA-256. Patches become
 commits on top of one commit named `upstream`, so that work on them is ordinary git (scripts/patches.py).
@@ -282,9 +283,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--force", action="store_true", help="unpack and patch again, losing local work")
     parser.add_argument("--upstream", metavar="DIR", type=Path, help="only unpack the unpatched pin into DIR")
+    parser.add_argument("--sdist", action="store_true", help="only get the archive, and print its path")
     args = parser.parse_args(argv)
     try:
-        if args.upstream:
+        if args.sdist:
+            path = get_sdist(Layout().pin)
+        elif args.upstream:
             path = unpack_upstream(Layout().pin, args.upstream.resolve()).path
         else:
             path = overriding_source() or prepare(Layout(), args.force)

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Everything a change must pass: the set-up of quickstart.sh, lint, the native tests (plain, address and thread sanitizer),
+# then pytest.
+#
+#   bash scripts/test.sh [--setup-only] [--no-native] [--slow] [pytest arguments]
+#
+# --slow (or LEANSTREAM_SLOW=1) adds the tests that take minutes, such as the comparison with an unpatched build.
+set -euo pipefail
+# shellcheck source=scripts/setup_common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/setup_common.sh"
+
+native=1 setup_only=0
+pytest_args=()
+for arg in "$@"; do
+    case $arg in
+        --setup-only) setup_only=1 ;;
+        --no-native) native=0 ;;
+        *) pytest_args+=("$arg") ;;
+    esac
+done
+[ "${LEANSTREAM_SLOW:-0}" = 1 ] && pytest_args+=(--slow)
+
+# native_tests [address|thread]: ggml and libleanstream with this sanitizer; libllama comes from the compiler cache.
+native_tests() {
+    local sanitizer=${1:-} folder="build/native${1:+-$1}"
+    step "native tests${sanitizer:+ with the $sanitizer sanitizer}"
+    run_logged cmake -S leanstream_gguf/native -B "$folder" -G Ninja -DPython_EXECUTABLE="$VENV/bin/python" \
+        -DLEANSTREAM_TESTS=ON -DLEANSTREAM_PYTHON=OFF -DLEANSTREAM_MTMD=OFF -DLEANSTREAM_SANITIZE="$sanitizer"
+    run_logged cmake --build "$folder"
+    ctest --test-dir "$folder" --output-on-failure --timeout 300
+}
+
+set_up server,dev
+if [ "$setup_only" = 1 ]; then
+    step "ready: .venv/bin/leanstream, .venv/bin/pytest"
+    exit
+fi
+
+step "lint"
+ruff check .
+mypy
+if [ "$native" = 1 ] && [ -f tests/native/CMakeLists.txt ]; then
+    native_tests
+    native_tests address
+    native_tests thread
+fi
+step "pytest"
+pytest "${pytest_args[@]}"
