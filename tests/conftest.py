@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "scripts/bench", "tests")]
 
 from toygguf.models import write_model  # noqa: E402 - needs the path above
 

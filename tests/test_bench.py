@@ -7,17 +7,14 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-
 import bounds
 import machine
 import memcap
 import page_cache
+import pytest
 import ratio
 
+ROOT = Path(__file__).resolve().parents[1]
 WORKLOADS = sorted((ROOT / "scripts" / "bench" / "workloads").glob("*.json"))
 CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 
