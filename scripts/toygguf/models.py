@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import shapes
-from .container import write_gguf, write_split
+from .container import Tensor, write_gguf, write_split
 from .shapes import Dims, Model, attention, begin, embedding, experts, gated_ffn
 
 _DENSE = Dims()
@@ -104,6 +104,22 @@ def dense_gemma3n() -> Model:
             model.norm(f"blk.{i}.{norm}", dims.n_embd)
         gated_ffn(model, i)
         shapes.altup_layer(model, i)
+    return model
+
+
+def dense_looped() -> Model:
+    """hrm_text: two stacks of two layers, each run several times in one graph."""
+    dims = Dims(n_layer=12, n_embd=256)
+    model = begin("dense_looped", "hrm_text", dims)
+    model.kv(hrm__layers_per_stack=2, hrm__h_cycles=2, hrm__l_cycles=2)
+    embedding(model, tied=False)
+    model.tensors = [t for t in model.tensors if t.name != "output_norm.weight"]
+    model.tensors.append(Tensor("hrm.z_l_init", (dims.n_embd,), "F32", 0.5))
+    for i in range(4):
+        attention(model, i)
+        model.tensors = [t for t in model.tensors if not t.name.endswith("attn_norm.weight")]
+        model.matrix(f"blk.{i}.attn_gate", dims.n_embd, dims.n_embd)
+        gated_ffn(model, i)
     return model
 
 
@@ -221,7 +237,7 @@ def moe_reglu() -> Model:
 MODELS: dict[str, Callable[[], Model]] = {
     make.__name__: make
     for make in (
-        dense_tied, dense_untied, dense_qwen2, dense_fused, dense_gemma3, dense_gemma3n, dense_arcee,
+        dense_tied, dense_untied, dense_qwen2, dense_fused, dense_gemma3, dense_gemma3n, dense_arcee, dense_looped,
         moe_qwen3, moe_scales, moe_llama, moe_bias, moe_dense_lead, moe_merged, moe_shared, moe_reglu,
     )
 }  # fmt: skip
