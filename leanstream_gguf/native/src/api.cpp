@@ -1,0 +1,188 @@
+// The C API: every call catches what the rooms throw and turns it into a status.
+#include "leanstream.h"
+
+#include "hooks.h"
+#include "model.h"
+#include "probe.h"
+
+#include <cstring>
+#include <new>
+
+using namespace ls;
+
+namespace {
+
+thread_local ls_error last_error = {};
+
+template <typename F>
+ls_status guarded(F && body) {
+    try {
+        body();
+        return LS_OK;
+    } catch (const Error & e) {
+        last_error = e.info;
+    } catch (const std::bad_alloc &) {
+        last_error = Error(LS_ERR_MEMORY, "out of memory").info;
+    } catch (const std::exception & e) {
+        last_error = Error(LS_ERR_INTERNAL, e.what()).info;
+    } catch (...) {
+        last_error = Error(LS_ERR_INTERNAL, "unknown exception").info;
+    }
+    return ls_status(last_error.status);
+}
+
+template <typename T>
+T & checked(T * pointer, const char * name) {
+    if (!pointer) {
+        throw Error(LS_ERR_ARGUMENT, format("%s must not be NULL", name));
+    }
+    return *pointer;
+}
+
+char * copy_string(const std::string & s) {
+    char * out = new char[s.size() + 1];
+    memcpy(out, s.c_str(), s.size() + 1);
+    return out;
+}
+
+} // namespace
+
+extern "C" {
+
+ls_status ls_install(void) {
+    return guarded([] { install_hooks(); });
+}
+
+void ls_last_error(ls_error * out) {
+    if (out) {
+        *out = last_error;
+    }
+}
+
+void ls_string_free(char * string) {
+    delete[] string;
+}
+
+const char * ls_llama_commit(void) {
+    return LS_LLAMA_COMMIT;
+}
+
+void ls_struct_sizes(uint64_t out[4]) {
+    out[0] = sizeof(ls_error);
+    out[1] = sizeof(ls_options);
+    out[2] = sizeof(ls_memory);
+    out[3] = sizeof(ls_stats);
+}
+
+ls_status ls_model_open(const char * path, const ls_options * options, ls_model ** out) {
+    return guarded([&] {
+        ls_options defaults = {};
+        defaults.direct_io = 1;
+        checked(out, "out") = nullptr;
+        *out = new ls_model(&checked(path, "path"), options ? *options : defaults);
+    });
+}
+
+void ls_model_close(ls_model * model) {
+    guarded([&] { delete model; });
+}
+
+ls_status ls_model_index_json(ls_model * model, char ** out) {
+    return guarded([&] { checked(out, "out") = copy_string(checked(model, "model").index.json()); });
+}
+
+ls_status ls_load_begin(ls_model * model, int32_t no_alloc) {
+    return guarded([&] {
+        ls_model & m = checked(model, "model");
+        if (m.engine.activated()) {
+            throw Error(LS_ERR_STATE, "this model is loaded already; open it again for a second load");
+        }
+        m.no_alloc = no_alloc != 0;
+        m.resident_at_load_bytes = process_resident_bytes();
+        load_begin(m);
+    });
+}
+
+ls_status ls_load_limit_outputs(ls_model * model, uint32_t n_outputs_max) {
+    return guarded([&] { checked(model, "model").n_outputs_limit = n_outputs_max; });
+}
+
+void ls_load_end(void) {
+    load_end();
+}
+
+ls_status ls_model_activate(ls_model * model, uint64_t budget_bytes, uint64_t cache_bytes, uint64_t baseline_bytes) {
+    return guarded([&] {
+        ls_model & m = checked(model, "model");
+        if (m.no_alloc) {
+            throw Error(LS_ERR_STATE, "the model was loaded for measuring only (no_alloc)");
+        }
+        m.engine.activate(m.measure_fixed(baseline_bytes), budget_bytes, cache_bytes);
+    });
+}
+
+ls_status ls_model_set_budget(ls_model * model, uint64_t budget_bytes, uint64_t cache_bytes) {
+    return guarded([&] { checked(model, "model").engine.set_budget(budget_bytes, cache_bytes); });
+}
+
+ls_status ls_model_set_policy(ls_model * model, const char * name, const char * params_json) {
+    return guarded([&] {
+        const std::string policy = &checked(name, "name");
+        checked(model, "model").engine.set_policy(policy, parse_policy_params(policy, params_json ? params_json : ""));
+    });
+}
+
+ls_status ls_model_pin(ls_model * model, int32_t layer, const int32_t * ids, size_t n_ids) {
+    return guarded([&] {
+        if (n_ids > 0) {
+            checked(ids, "ids");
+        }
+        checked(model, "model").engine.pin_experts(layer, ids, n_ids);
+    });
+}
+
+ls_status ls_model_plan_json(ls_model * model, uint64_t budget_bytes, uint64_t cache_bytes, uint64_t baseline_bytes, char ** out) {
+    return guarded([&] {
+        checked(out, "out") = copy_string(plan_json(checked(model, "model"), budget_bytes, cache_bytes, baseline_bytes));
+    });
+}
+
+ls_status ls_model_get_memory(ls_model * model, ls_memory * out) {
+    return guarded([&] { checked(model, "model").engine.get_memory(checked(out, "out")); });
+}
+
+ls_status ls_model_get_stats(ls_model * model, ls_stats * out) {
+    return guarded([&] { checked(model, "model").engine.get_stats(checked(out, "out")); });
+}
+
+void ls_model_reset_stats(ls_model * model) {
+    guarded([&] { checked(model, "model").engine.reset_stats(); });
+}
+
+ls_status ls_context_take_error(ls_model * model, const void * llama_ctx) {
+    return guarded([&] {
+        Session * session = checked(model, "model").find_session((const llama_context *) llama_ctx);
+        if (session && session->error.status != LS_OK) {
+            Error e(ls_status(session->error.status), "");
+            e.info = session->error;
+            session->error = {};
+            throw e;
+        }
+    });
+}
+
+ls_status ls_probe_reads(const char * path, uint64_t block_bytes, uint32_t depth, uint32_t sequential, uint32_t duration_ms,
+                         uint32_t io_backend, double * bytes_per_second, double * reads_per_second, uint32_t * used_direct) {
+    return guarded([&] {
+        const ProbeResult r = probe_reads(&checked(path, "path"), block_bytes, depth, sequential != 0, duration_ms, io_backend);
+        checked(bytes_per_second, "bytes_per_second") = r.bytes_per_second;
+        checked(reads_per_second, "reads_per_second") = r.reads_per_second;
+        checked(used_direct, "used_direct") = r.direct;
+    });
+}
+
+int32_t ls_have_io_uring(void) {
+    return uring_available();
+}
+
+} // extern "C"

@@ -1,0 +1,469 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace ls {
+
+void MoeRun::reserve_counters(uint32_t n_parts, int n_threads) {
+    const size_t n = size_t(n_parts) * experts.size();
+    if (n > room) {
+        assigned.reset(new std::atomic<uint8_t>[n]);
+        next_chunk.reset(new std::atomic<int32_t>[n]);
+        threads_left.reset(new std::atomic<int32_t>[n]);
+        room = n;
+    }
+    for (size_t i = 0; i < n; ++i) {
+        assigned[i].store(0, std::memory_order_relaxed);
+        next_chunk[i].store(0, std::memory_order_relaxed);
+        threads_left[i].store(n_threads, std::memory_order_relaxed);
+    }
+    threads_in_last.store(n_threads, std::memory_order_relaxed);
+}
+
+Engine::Engine(const Index & index, const EngineOptions & options) : weights(index), index_(index), options_(options) {
+    for (const Shard & s : index.shards) {
+        std::string warning;
+        devices_.push_back(open_device(s.path, options.direct_io, warning));
+        if (!warning.empty()) {
+            warnings_.push_back(warning);
+        }
+    }
+    stats_.used_buffered_io = !devices_[0]->direct();
+    scheduler_ = std::make_unique<Scheduler>(options.io, *this);
+}
+
+Engine::~Engine() = default;
+
+bool Engine::activated() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return activated_;
+}
+
+// ---- plan and budget -----------------------------------------------------------------------------------------------
+
+PlanInput Engine::plan_input(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t cache_bytes) const {
+    PlanInput in;
+    in.fixed_bytes    = fixed.sum();
+    in.resident_bytes = weights.resident_bytes();
+    for (const DenseGroup & g : weights.groups) {
+        in.group_bytes.push_back(g.n_bytes);
+    }
+    in.ring_slot_bytes     = weights.largest_group_bytes();
+    in.n_ring_slots_wanted = options_.n_ring_slots;
+    for (const MoeLayer & l : weights.moe_layers) {
+        uint64_t largest = 0;
+        for (uint32_t e = 0; e < l.n_experts; ++e) {
+            largest = std::max(largest, l.unit_bytes(e));
+            in.expert_total_bytes += l.unit_bytes(e);
+        }
+        in.expert_bytes.push_back(largest);
+        in.n_experts.push_back(l.n_experts);
+    }
+    in.n_expert_used = std::max(1u, index_.n_expert_used);
+    in.budget_bytes  = budget_bytes;
+    in.cache_bytes   = cache_bytes;
+    return in;
+}
+
+void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t cache_bytes) {
+    Lock lock(mutex_);
+    if (activated_) {
+        throw Error(LS_ERR_STATE, "the model is already activated; use set_budget to change the budget");
+    }
+    const Plan plan = make_plan(plan_input(fixed, budget_bytes, cache_bytes));
+    weights.freeze();
+
+    const size_t n_groups = weights.groups.size();
+    group_state_.reset(new std::atomic<uint8_t>[n_groups]());
+    pinned_ready_.reset(new std::atomic<bool>[n_groups]());
+    group_pending_.assign(n_groups, 0);
+    group_slot_.assign(n_groups, -1);
+    group_pins_.assign(n_groups, 0);
+    group_pinned_.assign(n_groups, false);
+    next_streamed_.assign(n_groups, 0);
+
+    std::vector<uint64_t> unit_bytes;
+    for (size_t l = 0; l < weights.moe_layers.size(); ++l) {
+        for (uint32_t e = 0; e < weights.moe_layers[l].n_experts; ++e) {
+            unit_bytes.push_back(weights.moe_layers[l].unit_bytes(e));
+            layer_of_unit_.push_back(uint32_t(l));
+        }
+    }
+    part_state_.reset(new std::atomic<uint8_t>[unit_bytes.size() * MoeLayer::kMaxParts]());
+    part_pending_.assign(unit_bytes.size() * MoeLayer::kMaxParts, 0);
+    kept_.assign(unit_bytes.size(), false);
+    cache_ = std::make_unique<SlotCache>(std::move(unit_bytes));
+
+    const uint64_t begin = now_ns();
+    const IoCounters before = scheduler_->counters();
+    fixed_ = fixed;
+    budget_bytes_ = budget_bytes;
+    cache_bytes_  = cache_bytes;
+    for (Session * s : sessions_) {
+        s->charged = true;
+    }
+    load_resident(lock);
+    apply_locked(lock, plan);
+    wait_idle_locked(lock);
+    for (size_t g = 0; g < n_groups; ++g) {
+        if (group_pinned_[g] && Load(group_state_[g].load()) == Load::failed) {
+            throw Error(LS_ERR_READ, read_error_.message).path(read_error_.path).sys(read_error_.sys_errno);
+        }
+    }
+    activated_ = true;
+    const IoCounters after = scheduler_->counters();
+    stats_.load_ns    = now_ns() - begin;
+    stats_.load_bytes = after.n_bytes - before.n_bytes;
+    io_base_ = after;
+}
+
+void Engine::load_resident(Lock & lock) {
+    std::vector<ReadRequest> requests;
+    for (const Weight & w : weights.all()) {
+        if (w.use == Use::resident) {
+            add_requests(requests, *devices_[w.entry->shard], w.entry->offset, w.entry->n_bytes, w.home, options_.chunk_bytes,
+                Priority::load, tag(kResident, 0));
+            w.tensor->data = w.home;
+        }
+    }
+    // file order: the drive sees one sweep
+    std::sort(requests.begin(), requests.end(), [](const ReadRequest & a, const ReadRequest & b) {
+        return a.device != b.device ? a.device < b.device : a.offset < b.offset;
+    });
+    resident_pending_ = uint32_t(requests.size());
+    read_error_ = {};
+    scheduler_->submit(requests);
+    changed_.wait(lock, [this] { return resident_pending_ == 0; });
+    if (read_error_.status) {
+        throw Error(ls_status(read_error_.status), read_error_.message).path(read_error_.path).sys(read_error_.sys_errno)
+            .offset(read_error_.offset_bytes);
+    }
+}
+
+void Engine::wait_idle_locked(Lock & lock) {
+    lock.unlock();
+    scheduler_->drain();
+    lock.lock();
+}
+
+void Engine::rebuild_cache_policy_locked(uint64_t capacity) {
+    const uint64_t mean = cache_->n_units() ? std::max<uint64_t>(1, cache_->unit_bytes(0)) : 1;
+    cache_->set_policy(make_policy(policy_name_, policy_params_, cache_->n_units(), uint32_t(capacity / mean)));
+}
+
+void Engine::apply_locked(Lock & lock, const Plan & plan) {
+    wait_idle_locked(lock);
+    apply_dense_locked(plan);
+    std::vector<uint32_t> resident_before;
+    for (uint32_t u = 0; u < cache_->n_units(); ++u) {
+        if (cache_->resident(u)) {
+            resident_before.push_back(u);
+        }
+    }
+    cache_->set_capacity(plan.cache_bytes);
+    for (uint32_t u : resident_before) {
+        if (!cache_->resident(u)) {
+            drop_parts_locked(u);
+        }
+    }
+    if (cache_->n_units()) {
+        rebuild_cache_policy_locked(plan.cache_bytes);
+    }
+    plan_ = plan;
+    // everything fits: nothing will be evicted, so read it all now rather than at first use
+    if (plan.cache_bytes && plan.mode(plan_input(fixed_, budget_bytes_, cache_bytes_)) == std::string("resident")) {
+        std::vector<ReadRequest> requests;
+        for (uint32_t u = 0; u < cache_->n_units(); ++u) {
+            const uint32_t l = layer_of_unit_[u];
+            if (!cache_->resident(u) && admit_locked(u, false)) {
+                for (uint32_t p = 0; p < weights.moe_layers[l].parts.size(); ++p) {
+                    submit_part_locked(l, u - weights.moe_layers[l].first_unit, p, requests);
+                }
+            }
+        }
+        for (ReadRequest & r : requests) {
+            r.priority = Priority::load;
+        }
+        scheduler_->submit(requests);
+    }
+}
+
+void Engine::set_budget(uint64_t budget_bytes, uint64_t cache_bytes) {
+    Lock lock(mutex_);
+    if (!activated_) {
+        throw Error(LS_ERR_STATE, "the model is not activated yet");
+    }
+    const Plan plan = make_plan(plan_input(fixed_, budget_bytes, cache_bytes));
+    uint64_t kept_bytes = 0;
+    for (uint32_t u = 0; u < cache_->n_units(); ++u) {
+        kept_bytes += kept_[u] ? cache_->unit_bytes(u) : 0;
+    }
+    if (kept_bytes > 0 && kept_bytes + plan.token_demand_bytes / std::max<size_t>(1, weights.moe_layers.size()) > plan.cache_bytes) {
+        throw Error(LS_ERR_BUDGET, format("pinned experts take %s of an expert cache of %s; unpin some first", human_bytes(kept_bytes).c_str(),
+            human_bytes(plan.cache_bytes).c_str())).sizes(plan.cache_bytes, kept_bytes);
+    }
+    budget_bytes_ = budget_bytes;
+    cache_bytes_  = cache_bytes;
+    reconfigure_locked(lock, plan);
+}
+
+// Between graphs: lets none start, waits for those that run, applies the plan.
+void Engine::reconfigure_locked(Lock & lock, const Plan & plan) {
+    changed_.wait(lock, [this] { return !reconfiguring_; });
+    reconfiguring_ = true;
+    changed_.wait(lock, [this] { return n_active_ == 0; });
+    apply_locked(lock, plan);
+    reconfiguring_ = false;
+    changed_.notify_all();
+}
+
+void Engine::set_policy(const std::string & name, const PolicyParams & params) {
+    Lock lock(mutex_);
+    make_policy(name, params, 0, 0); // checks the name
+    policy_name_   = name;
+    policy_params_ = params;
+    if (cache_ && cache_->n_units()) {
+        rebuild_cache_policy_locked(cache_->capacity_bytes());
+    }
+}
+
+// ---- contexts ------------------------------------------------------------------------------------------------------
+
+void Engine::add_session(Session & session) {
+    Lock lock(mutex_);
+    sessions_.push_back(&session);
+}
+
+void Engine::note_graph(Session & session, const ggml_cgraph * graph, int64_t n_tokens, uint64_t work_bytes) {
+    Lock lock(mutex_);
+    session.work_bytes = std::max(session.work_bytes, work_bytes);
+    for (auto & [known, n] : session.graph_tokens) {
+        if (known == graph) {
+            n = n_tokens;
+            return;
+        }
+    }
+    session.graph_tokens.push_back({graph, n_tokens});
+}
+
+// A context made after activation: what it holds comes out of the same budget.
+void Engine::charge_locked(Lock & lock, Session & session) {
+    FixedMemory fixed = fixed_;
+    fixed.kv      += session.kv_bytes;
+    fixed.compute += session.fixed_bytes();
+    const Plan plan = make_plan(plan_input(fixed, budget_bytes_, cache_bytes_));
+    session.charged = true;
+    fixed_ = fixed;
+    reconfigure_locked(lock, plan);
+}
+
+void Engine::begin(Session & session, const ggml_cgraph * graph) {
+    Lock lock(mutex_);
+    session.failed.store(false);
+    session.error = {};
+    session.acquired.store(nullptr);
+    session.begin_ns = now_ns();
+    session.n_tokens = 0;
+    for (const auto & [known, n] : session.graph_tokens) {
+        session.n_tokens = known == graph ? n : session.n_tokens;
+    }
+    if (!activated_) {
+        throw Error(LS_ERR_STATE, "the model was loaded but not activated: call ls_model_activate before decoding");
+    }
+    if (!session.charged) {
+        charge_locked(lock, session);
+    }
+    if (plan_.streams_dense() || plan_.cache_bytes) {
+        for (const auto & d : devices_) {
+            d->check_unchanged();
+        }
+    }
+    // dense slots are held across ops: admit only as many contexts as can always make progress
+    changed_.wait(lock, [&] {
+        const bool room = !plan_.streams_dense() || n_active_ == 0 || held_at_once_ + session.n_held_at_once <= ring_.slots.size();
+        return !reconfiguring_ && room;
+    });
+    n_active_++;
+    held_at_once_ += session.n_held_at_once;
+    session.active = true;
+}
+
+void Engine::release_all_locked(Session & session) {
+    for (uint32_t g : session.held_groups) {
+        group_pins_[g]--;
+        if (group_slot_[g] >= 0) {
+            ring_.slots[size_t(group_slot_[g])].consumed = true;
+        }
+    }
+    session.held_groups.clear();
+    for (MoeRun & run : session.runs) {
+        unpin_run_locked(run);
+    }
+}
+
+void Engine::end(Session & session) {
+    Lock lock(mutex_);
+    if (!session.active) {
+        return;
+    }
+    const uint32_t last = session.held_groups.empty() ? 0 : session.held_groups.back();
+    release_all_locked(session);
+    if (plan_.streams_dense() && !session.failed.load()) {
+        readahead_locked(last);
+    }
+    session.active = false;
+    n_active_--;
+    held_at_once_ -= session.n_held_at_once;
+    stats_.n_graphs++;
+    stats_.n_tokens   += uint64_t(session.n_tokens);
+    stats_.compute_ns += now_ns() - session.begin_ns;
+    changed_.notify_all();
+}
+
+void Engine::forget(Session & session) {
+    Lock lock(mutex_);
+    sessions_.erase(std::remove(sessions_.begin(), sessions_.end(), &session), sessions_.end());
+    if (session.charged) { // what it held is free for the next context or budget change
+        fixed_.kv      -= std::min(fixed_.kv, session.kv_bytes);
+        fixed_.compute -= std::min(fixed_.compute, session.fixed_bytes());
+    }
+}
+
+void Engine::fail(Session & session, const ls_error & error) {
+    if (!session.failed.exchange(true)) {
+        session.error = error;
+        if (session.error.status == LS_OK) {
+            session.error.status = LS_ERR_INTERNAL;
+        }
+    }
+}
+
+void Engine::wait_locked(Lock & lock, bool count_stall) {
+    const uint64_t begin = now_ns();
+    changed_.wait(lock);
+    if (count_stall) {
+        stats_.stall_ns += now_ns() - begin;
+    }
+}
+
+// ---- reads ---------------------------------------------------------------------------------------------------------
+
+void Engine::record_read_error(const ReadRequest & request, int error) {
+    const std::string & path = request.device->path();
+    Error e(error == ENODATA ? LS_ERR_CHANGED : LS_ERR_READ, error == ENODATA
+        ? format("%s ended early: %u bytes at offset %llu are missing; the file was cut while in use, restore it and load again",
+            path.c_str(), request.n_needed, (unsigned long long) request.offset)
+        : format("reading %s at offset %llu failed: %s; check the disk", path.c_str(), (unsigned long long) request.offset,
+            strerror(error)));
+    e.path(path).offset(request.offset).sys(error).sizes(request.n_needed, 0);
+    read_error_ = e.info;
+}
+
+void Engine::on_read(const ReadRequest & request, int error) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (error) {
+        record_read_error(request, error);
+    }
+    const uint64_t id = request.tag >> 2;
+    bool done = false;
+    switch (Kind(request.tag & 3)) {
+        case kResident:
+            done = --resident_pending_ == 0;
+            break;
+        case kGroup: {
+            if (error) {
+                group_state_[id].store(uint8_t(Load::failed));
+            }
+            if (--group_pending_[id] == 0) {
+                done = true;
+                if (Load(group_state_[id].load()) == Load::loading) {
+                    group_state_[id].store(uint8_t(Load::ready), std::memory_order_release);
+                    pinned_ready_[id].store(group_pinned_[id], std::memory_order_release);
+                }
+            }
+            break;
+        }
+        case kPart: {
+            if (error) {
+                part_state_[id].store(uint8_t(Load::failed));
+            }
+            if (--part_pending_[id] == 0) {
+                done = true;
+                uint8_t loading = uint8_t(Load::loading);
+                part_state_[id].compare_exchange_strong(loading, uint8_t(Load::ready));
+                cache_->unpin(uint32_t(id / MoeLayer::kMaxParts));
+            }
+            break;
+        }
+        case kRows: {
+            RowBatch * batch = (RowBatch *) uintptr_t(id << 2);
+            batch->error = error ? error : batch->error;
+            done = --batch->n_pending == 0;
+            break;
+        }
+    }
+    if (done) {
+        changed_.notify_all();
+    }
+}
+
+// ---- numbers -------------------------------------------------------------------------------------------------------
+
+void Engine::get_stats(ls_stats & out) const {
+    Lock lock(mutex_);
+    const IoCounters io = scheduler_->counters();
+    out = stats_;
+    out.read_bytes   = io.n_bytes - io_base_.n_bytes;
+    out.n_reads      = io.n_reads - io_base_.n_reads;
+    out.read_busy_ns = io.busy_ns - io_base_.busy_ns;
+    out.budget_bytes = budget_bytes_;
+    if (cache_) {
+        out.cached_experts       = cache_->n_resident();
+        out.cache_capacity_bytes = cache_->capacity_bytes();
+        out.resident_now_bytes   = weights.resident_bytes() + plan_.pinned_bytes + ring_.slots.size() * weights.largest_group_bytes() +
+            cache_->held_bytes();
+    }
+}
+
+void Engine::reset_stats() {
+    Lock lock(mutex_);
+    const ls_stats old = stats_;
+    stats_ = {};
+    stats_.load_bytes = old.load_bytes;
+    stats_.load_ns    = old.load_ns;
+    stats_.used_buffered_io = old.used_buffered_io;
+    io_base_ = scheduler_->counters();
+}
+
+void Engine::get_memory(ls_memory & out) const {
+    Lock lock(mutex_);
+    out = {};
+    out.baseline_bytes = fixed_.baseline;
+    out.metadata_bytes = fixed_.metadata;
+    out.kv_bytes       = fixed_.kv;
+    out.compute_bytes  = fixed_.compute;
+    out.margin_bytes   = fixed_.margin;
+    out.resident_bytes = weights.resident_bytes();
+    out.pinned_bytes   = plan_.pinned_bytes;
+    out.ring_bytes     = ring_.slots.size() * weights.largest_group_bytes();
+    out.cache_bytes    = plan_.cache_bytes;
+}
+
+Plan Engine::current_plan() const {
+    Lock lock(mutex_);
+    return plan_;
+}
+
+FixedMemory Engine::fixed() const {
+    Lock lock(mutex_);
+    return fixed_;
+}
+
+uint64_t Engine::budget_bytes() const {
+    Lock lock(mutex_);
+    return budget_bytes_;
+}
+
+} // namespace ls

@@ -1,0 +1,191 @@
+// Residency: loads weights, keeps them while they are used, and holds the whole to the plan. One lock guards it all;
+// reads complete on readers' threads, compute threads wait on one condition variable.
+#pragma once
+
+#include "cache.h"
+#include "index.h"
+#include "leanstream.h"
+#include "plan.h"
+#include "scheduler.h"
+#include "session.h"
+#include "weights.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace ls {
+
+enum class Load : uint8_t { absent, loading, ready, failed };
+
+struct EngineOptions {
+    IoOptions io;
+    bool      direct_io = true;
+    uint64_t  chunk_bytes = 1u << 20;
+    uint32_t  n_ring_slots = 0; // 0 = chosen by the plan
+};
+
+// Bytes that are not weights; see ls_memory.
+struct FixedMemory {
+    uint64_t baseline = 0, metadata = 0, kv = 0, compute = 0, margin = 0;
+    uint64_t sum() const { return baseline + metadata + kv + compute + margin; }
+};
+
+class Engine final : public ReadSink {
+public:
+    Engine(const Index & index, const EngineOptions & options);
+    ~Engine() override;
+
+    Weights weights;
+
+    // ---- plan and budget
+    PlanInput plan_input(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t cache_bytes) const;
+    // Freeze what is known of the weights, apply the plan, read what is pinned; returns when it is in memory. Throws.
+    void activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t cache_bytes);
+    // Takes effect when no context is inside a graph; waits for that. Throws Error(LS_ERR_BUDGET) and changes nothing.
+    void set_budget(uint64_t budget_bytes, uint64_t cache_bytes);
+    void set_policy(const std::string & name, const PolicyParams & params);
+    void pin_experts(int32_t block, const int32_t * ids, size_t n_ids);
+    bool activated() const;
+
+    // ---- contexts
+    void add_session(Session & session);
+    // a graph of this context was built: its number of tokens and the work buffer it will need
+    void note_graph(Session & session, const ggml_cgraph * graph, int64_t n_tokens, uint64_t work_bytes);
+    // Around each graph. begin() throws on a changed file, a model that is not activated, or a context beyond the budget.
+    void begin(Session & session, const ggml_cgraph * graph);
+    void end(Session & session);
+    void forget(Session & session); // the context is freed
+    void fail(Session & session, const ls_error & error);
+
+    // ---- dense groups (engine_dense.cpp); called by one thread of a graph
+    void acquire_group(Session & session, uint32_t group);
+    void release_group(Session & session, uint32_t group);
+    // false: every group is pinned; does not change inside a graph; lock-free
+    bool streams_dense() const { return streams_dense_.load(std::memory_order_relaxed); }
+    // true: pinned and in memory, nothing to wait for; lock-free
+    bool group_is_pinned_ready(uint32_t group) const { return pinned_ready_[group].load(std::memory_order_acquire); }
+    // thread 0 is through the acquire node
+    void publish_acquired(Session & session, const ggml_tensor * node);
+    // other threads of the graph sleep here until then
+    void wait_acquired(Session & session, const ggml_tensor * node);
+    // rows of a weight that is read row by row: bytes of each row to dest[i] (row_bytes each). False: failed.
+    // bytes of a file, at once, on the calling thread; false on error. For llama.cpp's rare looks at a weight.
+    bool read_now(uint32_t shard, uint64_t offset, uint64_t n_bytes, uint8_t * dest);
+    bool read_rows(Session & session, const Weight & weight, const int32_t * rows, size_t n_rows, uint8_t * dest);
+
+    // ---- experts (engine_moe.cpp)
+    // One thread: pin what the run needs, or choose waves; start the reads.
+    void moe_begin(Session & session, MoeRun & run);
+    void moe_end(MoeRun & run);
+    // any thread
+    void wave_enter(MoeRun & run, uint32_t part);
+    void wave_computed(MoeRun & run, uint32_t part, uint32_t k);
+    // experts[k]'s part can be computed now (or has failed, or the session has)
+    bool part_settled(const MoeRun & run, uint32_t part, uint32_t k) const;
+    // sleep until one of the pending experts is settled
+    void wait_part(Session & session, MoeRun & run, uint32_t part, const std::vector<uint32_t> & pending, bool count_stall);
+    // first byte of the part in memory, or nullptr if its read failed (the session then has the error)
+    const uint8_t * part_data(Session & session, const MoeRun & run, uint32_t part, uint32_t k);
+
+    // ---- numbers
+    void get_stats(ls_stats & out) const;
+    void reset_stats();
+    void get_memory(ls_memory & out) const;
+    Plan current_plan() const;
+    FixedMemory fixed() const;
+    uint64_t budget_bytes() const;
+    const std::vector<std::string> & warnings() const { return warnings_; }
+
+    void on_read(const ReadRequest & request, int error) override;
+
+private:
+    struct RowBatch { uint32_t n_pending = 0; int error = 0; };
+    struct Ring {
+        struct Slot { int32_t group = -1; bool consumed = true; };
+        AddressSpace space;
+        std::vector<Slot> slots;
+    };
+    using Lock = std::unique_lock<std::mutex>;
+
+    enum Kind : uint64_t { kResident = 0, kGroup = 1, kPart = 2, kRows = 3 };
+    static uint64_t tag(Kind kind, uint64_t id) { return id << 2 | kind; }
+
+    void apply_locked(Lock & lock, const Plan & plan);
+    void apply_dense_locked(const Plan & plan);
+    void load_resident(Lock & lock);
+    void rebuild_cache_policy_locked(uint64_t capacity);
+    void wait_idle_locked(Lock & lock);
+    void record_read_error(const ReadRequest & request, int error);
+    void release_all_locked(Session & session);
+    void charge_locked(Lock & lock, Session & session);
+    void reconfigure_locked(Lock & lock, const Plan & plan);
+
+    void place_group(uint32_t g, int32_t slot);
+    void submit_group_locked(uint32_t g, Priority priority);
+    int32_t slot_for_locked(uint32_t g, uint32_t from, bool demand) const;
+    void give_slot_locked(uint32_t g, int32_t slot);
+    void readahead_locked(uint32_t from);
+    uint32_t distance(uint32_t from, uint32_t to) const;
+
+    bool pin_run_locked(MoeRun & run);
+    void unpin_run_locked(MoeRun & run);
+    void submit_part_locked(uint32_t layer, uint32_t expert, uint32_t part, std::vector<ReadRequest> & out);
+    bool admit_locked(uint32_t unit, bool cold);
+    void drop_parts_locked(uint32_t unit);
+    void pump_wave_locked(MoeRun & run);
+    bool whole_unit_locked(uint32_t unit, uint32_t n_parts) const;
+    std::atomic<uint8_t> & part_state(uint32_t unit, uint32_t part) const { return part_state_[unit * MoeLayer::kMaxParts + part]; }
+    void wait_locked(Lock & lock, bool count_stall);
+
+    const Index & index_;
+    EngineOptions options_;
+    std::vector<std::unique_ptr<Device>> devices_; // [shard]
+    std::vector<std::string> warnings_;
+
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;   // a read finished, a pin was released, a graph ended
+    bool activated_ = false;
+    bool reconfiguring_ = false;
+    uint32_t n_active_ = 0;             // contexts inside a graph
+    uint32_t held_at_once_ = 0;         // dense groups they may hold together
+    std::vector<Session *> sessions_;
+
+    FixedMemory fixed_;
+    Plan        plan_;
+    uint64_t    budget_bytes_ = 0;
+    uint64_t    cache_bytes_ = 0;
+
+    // dense
+    std::unique_ptr<std::atomic<uint8_t>[]> group_state_;
+    std::unique_ptr<std::atomic<bool>[]>    pinned_ready_;
+    std::atomic<bool>     streams_dense_{false};
+    std::vector<uint32_t> group_pending_;
+    std::vector<int32_t>  group_slot_;     // [group] ring slot, or -1
+    std::vector<uint32_t> group_pins_;
+    std::vector<bool>     group_pinned_;
+    std::vector<uint32_t> next_streamed_;  // [group] next one in graph order that is not pinned
+    Ring ring_;
+    uint32_t resident_pending_ = 0;
+
+    // experts
+    std::unique_ptr<SlotCache> cache_;
+    std::string  policy_name_ = "lru";
+    PolicyParams policy_params_;
+    std::unique_ptr<std::atomic<uint8_t>[]> part_state_;
+    std::vector<uint32_t> part_pending_;
+    std::vector<uint32_t> layer_of_unit_;
+    std::vector<bool>     kept_;           // [unit] pinned by the user
+
+    ls_error read_error_ = {};
+    ls_stats stats_ = {};
+    IoCounters io_base_;
+    uint64_t epoch_ = 0;
+
+    std::unique_ptr<Scheduler> scheduler_; // last: its threads use everything above
+};
+
+} // namespace ls

@@ -1,0 +1,298 @@
+// Experts: cached by unit (one expert of one layer), loaded by part (gate, up, down).
+#include "engine.h"
+
+#include <algorithm>
+
+namespace ls {
+
+namespace {
+
+// Experts that a wave has in hand: enough reads to fill the drive, few enough to leave the cache's regulars alone.
+constexpr uint32_t kWaveAhead = 12;
+
+} // namespace
+
+void Engine::drop_parts_locked(uint32_t unit) {
+    for (uint32_t p = 0; p < MoeLayer::kMaxParts; ++p) {
+        part_state(unit, p).store(uint8_t(Load::absent));
+    }
+}
+
+bool Engine::whole_unit_locked(uint32_t unit, uint32_t n_parts) const {
+    if (!cache_->resident(unit)) {
+        return false;
+    }
+    for (uint32_t p = 0; p < n_parts; ++p) {
+        if (Load(part_state(unit, p).load()) != Load::ready) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool Engine::admit_locked(uint32_t unit, bool cold) {
+    std::vector<uint32_t> evicted;
+    const bool ok = cache_->admit(unit, cold, evicted);
+    for (uint32_t u : evicted) {
+        drop_parts_locked(u);
+    }
+    stats_.n_evictions += evicted.size();
+    return ok;
+}
+
+void Engine::submit_part_locked(uint32_t layer, uint32_t expert, uint32_t part, std::vector<ReadRequest> & out) {
+    const MoeLayer & l = weights.moe_layers[layer];
+    const uint32_t unit = l.first_unit + expert;
+    const uint64_t id = uint64_t(unit) * MoeLayer::kMaxParts + part;
+    if (part_pending_[id] > 0 || Load(part_state_[id].load()) == Load::ready) {
+        return;
+    }
+    const size_t before = out.size();
+    add_requests(out, *devices_[l.parts[part]->entry->shard], l.file_offset(part, expert), l.part_bytes(part),
+        cache_->memory(unit) + l.slot_offset(part, expert), options_.chunk_bytes, Priority::demand, tag(kPart, id));
+    part_pending_[id] = uint32_t(out.size() - before);
+    part_state_[id].store(uint8_t(Load::loading));
+    stats_.needed_bytes += l.part_bytes(part);
+    cache_->pin(unit); // until the read is done
+}
+
+// All or nothing: a run that holds some experts never waits for others, so contexts cannot block each other.
+bool Engine::pin_run_locked(MoeRun & run) {
+    const MoeLayer & l = weights.moe_layers[run.layer];
+    uint64_t n_bytes = 0;
+    for (int32_t e : run.experts) {
+        n_bytes += cache_->unit_bytes(l.first_unit + uint32_t(e));
+    }
+    if (n_bytes > cache_->capacity_bytes()) {
+        return false;
+    }
+    const uint32_t n_parts = uint32_t(l.parts.size());
+    std::stable_partition(run.experts.begin(), run.experts.end(), [&](int32_t e) {
+        return whole_unit_locked(l.first_unit + uint32_t(e), n_parts);
+    });
+    run.pinned.assign(run.experts.size(), 0);
+    for (size_t k = 0; k < run.experts.size(); ++k) { // first what is there, so that admission cannot evict it
+        const uint32_t unit = l.first_unit + uint32_t(run.experts[k]);
+        if (cache_->resident(unit)) {
+            cache_->pin(unit);
+            run.pinned[k] = 1;
+        }
+    }
+    for (size_t k = 0; k < run.experts.size(); ++k) {
+        const uint32_t unit = l.first_unit + uint32_t(run.experts[k]);
+        if (!run.pinned[k]) {
+            if (!admit_locked(unit, false)) {
+                return false;
+            }
+            cache_->pin(unit);
+            run.pinned[k] = 1;
+        }
+    }
+    return true;
+}
+
+void Engine::unpin_run_locked(MoeRun & run) {
+    if (!run.active) {
+        return;
+    }
+    const MoeLayer & l = weights.moe_layers[run.layer];
+    for (size_t k = 0; k < run.pinned.size(); ++k) {
+        if (run.pinned[k]) {
+            cache_->unpin(l.first_unit + uint32_t(run.experts[k]));
+            run.pinned[k] = 0;
+        }
+    }
+    run.active = false;
+}
+
+void Engine::moe_begin(Session & session, MoeRun & run) {
+    Lock lock(mutex_);
+    const MoeLayer & l = weights.moe_layers[run.layer];
+    const uint32_t n_parts = uint32_t(l.parts.size());
+    unpin_run_locked(run);
+    run.active = true;
+    run.wave = false;
+    run.wave_part = -1;
+    run.pinned.clear();
+    if (session.failed.load()) {
+        return;
+    }
+    for (int32_t e : run.experts) {
+        const uint32_t unit = l.first_unit + uint32_t(e);
+        const bool hit = whole_unit_locked(unit, n_parts);
+        (hit ? stats_.hits : stats_.misses)++;
+        if (cache_->resident(unit)) {
+            cache_->touch(unit);
+        }
+    }
+    if (!pin_run_locked(run)) {
+        unpin_run_locked(run);
+        run.active = true;
+        run.wave = true;
+        run.pinned.assign(run.experts.size(), 0);
+        stats_.n_waves++;
+        return;
+    }
+    std::vector<ReadRequest> requests;
+    for (uint32_t p = 0; p < n_parts; ++p) {
+        for (int32_t e : run.experts) {
+            submit_part_locked(run.layer, uint32_t(e), p, requests);
+        }
+    }
+    scheduler_->submit(requests);
+}
+
+void Engine::moe_end(MoeRun & run) {
+    Lock lock(mutex_);
+    unpin_run_locked(run);
+    if (n_active_ > 1) {
+        changed_.notify_all();
+    }
+}
+
+void Engine::wave_enter(MoeRun & run, uint32_t part) {
+    Lock lock(mutex_);
+    if (run.wave_part == int32_t(part)) {
+        return;
+    }
+    run.wave_part = int32_t(part);
+    run.wave_next = 0;
+    run.wave_in_hand = 0;
+    // what this product can use at once comes first; counters are indexed by position, so they start afresh with it
+    const MoeLayer & l = weights.moe_layers[run.layer];
+    std::stable_partition(run.experts.begin(), run.experts.end(), [&](int32_t e) {
+        const uint32_t unit = l.first_unit + uint32_t(e);
+        return cache_->resident(unit) && Load(part_state(unit, part).load()) == Load::ready;
+    });
+    for (size_t k = 0; k < run.experts.size(); ++k) {
+        run.assigned[k].store(0);
+    }
+    pump_wave_locked(run);
+}
+
+// Give the next experts slots and start their reads, as far as slots go.
+void Engine::pump_wave_locked(MoeRun & run) {
+    const MoeLayer & l = weights.moe_layers[run.layer];
+    std::vector<ReadRequest> requests;
+    bool moved = false;
+    while (run.wave_next < run.experts.size() && run.wave_in_hand < kWaveAhead) {
+        const uint32_t k = run.wave_next;
+        const uint32_t expert = uint32_t(run.experts[k]);
+        const uint32_t unit = l.first_unit + expert;
+        if (!cache_->resident(unit) && !admit_locked(unit, true)) {
+            break;
+        }
+        cache_->pin(unit);
+        run.pinned[k] = 1;
+        submit_part_locked(run.layer, expert, uint32_t(run.wave_part), requests);
+        run.assigned[k].store(1, std::memory_order_release);
+        run.wave_next++;
+        run.wave_in_hand++;
+        moved = true;
+    }
+    scheduler_->submit(requests);
+    if (moved) {
+        changed_.notify_all();
+    }
+}
+
+void Engine::wave_computed(MoeRun & run, uint32_t part, uint32_t k) {
+    if (run.threads_left[part * run.experts.size() + k].fetch_sub(1) != 1) {
+        return; // other threads still read this expert
+    }
+    Lock lock(mutex_);
+    cache_->unpin(weights.moe_layers[run.layer].first_unit + uint32_t(run.experts[k]));
+    run.pinned[k] = 0;
+    run.wave_in_hand--;
+    pump_wave_locked(run);
+    if (n_active_ > 1) {
+        changed_.notify_all();
+    }
+}
+
+bool Engine::part_settled(const MoeRun & run, uint32_t part, uint32_t k) const {
+    if (run.wave && run.assigned[k].load(std::memory_order_acquire) == 0) {
+        return false;
+    }
+    const uint32_t unit = weights.moe_layers[run.layer].first_unit + uint32_t(run.experts[k]);
+    const Load state = Load(part_state(unit, part).load(std::memory_order_acquire));
+    return state == Load::ready || state == Load::failed;
+}
+
+void Engine::wait_part(Session & session, MoeRun & run, uint32_t part, const std::vector<uint32_t> & pending, bool count_stall) {
+    Lock lock(mutex_);
+    for (;;) {
+        if (session.failed.load()) {
+            return;
+        }
+        for (uint32_t k : pending) {
+            if (part_settled(run, part, k)) {
+                return;
+            }
+        }
+        if (run.wave) {
+            pump_wave_locked(run); // another context may have left room
+        }
+        wait_locked(lock, count_stall);
+    }
+}
+
+const uint8_t * Engine::part_data(Session & session, const MoeRun & run, uint32_t part, uint32_t k) {
+    const MoeLayer & l = weights.moe_layers[run.layer];
+    const uint32_t expert = uint32_t(run.experts[k]);
+    const uint32_t unit = l.first_unit + expert;
+    if (Load(part_state(unit, part).load(std::memory_order_acquire)) != Load::ready) {
+        Lock lock(mutex_);
+        fail(session, read_error_);
+        changed_.notify_all();
+        return nullptr;
+    }
+    return cache_->memory(unit) + l.slot_offset(part, expert);
+}
+
+void Engine::pin_experts(int32_t block, const int32_t * ids, size_t n_ids) {
+    Lock lock(mutex_);
+    if (!activated_) {
+        throw Error(LS_ERR_STATE, "the model is not activated yet");
+    }
+    const auto layer = std::find_if(weights.moe_layers.begin(), weights.moe_layers.end(), [&](const MoeLayer & l) { return l.block == block; });
+    if (layer == weights.moe_layers.end()) {
+        throw Error(LS_ERR_ARGUMENT, format("layer %d has no experts that stream", block));
+    }
+    std::vector<bool> kept = kept_;
+    std::fill_n(kept.begin() + layer->first_unit, layer->n_experts, false);
+    for (size_t i = 0; i < n_ids; ++i) {
+        if (ids[i] < 0 || uint32_t(ids[i]) >= layer->n_experts) {
+            throw Error(LS_ERR_ARGUMENT, format("layer %d has experts 0 to %u; %d is none of them", block, layer->n_experts - 1, ids[i]));
+        }
+        kept[layer->first_unit + uint32_t(ids[i])] = true;
+    }
+    uint64_t n_bytes = 0;
+    for (uint32_t u = 0; u < kept.size(); ++u) {
+        n_bytes += kept[u] ? cache_->unit_bytes(u) : 0;
+    }
+    const uint64_t demand = plan_.token_demand_bytes / std::max<size_t>(1, weights.moe_layers.size());
+    if (n_bytes + demand > plan_.cache_bytes && n_bytes > 0 && plan_.cache_bytes < cache_->n_units() * cache_->unit_bytes(0)) {
+        throw Error(LS_ERR_BUDGET, format("pinning %s leaves less than one token's experts of one layer (%s) in a cache of %s; pin "
+            "fewer or raise the budget", human_bytes(n_bytes).c_str(), human_bytes(demand).c_str(), human_bytes(plan_.cache_bytes).c_str()))
+            .sizes(n_bytes + demand, plan_.cache_bytes);
+    }
+    std::vector<ReadRequest> requests;
+    for (uint32_t u = layer->first_unit; u < layer->first_unit + layer->n_experts; ++u) {
+        if (kept_[u] && !kept[u]) {
+            cache_->unpin(u);
+        } else if (kept[u] && !kept_[u]) {
+            if (!cache_->resident(u) && !admit_locked(u, false)) {
+                throw Error(LS_ERR_STATE, "the experts in use leave no room to pin now; try again between tokens");
+            }
+            cache_->pin(u);
+            for (uint32_t p = 0; p < layer->parts.size(); ++p) {
+                submit_part_locked(uint32_t(layer - weights.moe_layers.begin()), u - layer->first_unit, p, requests);
+            }
+        }
+        kept_[u] = kept[u];
+    }
+    scheduler_->submit(requests);
+}
+
+} // namespace ls

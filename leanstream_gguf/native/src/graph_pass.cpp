@@ -1,0 +1,205 @@
+#include "graph_pass.h"
+
+#include "engine.h"
+#include "ops.h"
+
+#include "ggml-backend-impl.h"
+#include "ggml-cpu.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+namespace ls {
+
+namespace {
+
+class GraphPass {
+public:
+    GraphPass(Engine & engine, Session & session, ggml_backend_buffer_type_t buffer_type, ggml_context * ctx0, ggml_cgraph * graph)
+        : engine_(engine), session_(session), buffer_type_(buffer_type), ctx0_(ctx0), graph_(graph) {}
+
+    void run() {
+        find_last_uses();
+        held_at_once_ = 0;
+        for (int i = 0; i < graph_->n_nodes; ++i) {
+            ggml_tensor * node = graph_->nodes[i];
+            acquire_sources(node, i);
+            rewrite(node);
+            out_.push_back(node);
+        }
+        replace_nodes();
+        session_.n_held_at_once = std::max({session_.n_held_at_once, held_at_once_, 1u});
+    }
+
+private:
+    struct Routing { const ggml_tensor * ids; ggml_tensor * select; int8_t run; int last_product; };
+
+    // our weight behind a source, or nullptr
+    Weight * weight_of(const ggml_tensor * src) {
+        if (!src || !src->buffer || src->buffer->buft != buffer_type_) {
+            return nullptr;
+        }
+        return engine_.weights.find(src->view_src ? src->view_src : src);
+    }
+
+    void find_last_uses() {
+        last_use_.assign(engine_.weights.groups.size(), -1);
+        held_.assign(engine_.weights.groups.size(), false);
+        for (int i = 0; i < graph_->n_nodes; ++i) {
+            for (const ggml_tensor * src : graph_->nodes[i]->src) {
+                const Weight * w = weight_of(src);
+                if (w && w->use == Use::dense) {
+                    last_use_[size_t(w->group)] = i;
+                }
+            }
+        }
+    }
+
+    void acquire_sources(ggml_tensor * node, int at) {
+        for (const ggml_tensor * src : node->src) {
+            const Weight * w = weight_of(src);
+            if (!w) {
+                continue;
+            }
+            check_use(*w, node);
+            if (w->use == Use::dense && !held_[size_t(w->group)]) {
+                insert_acquire(w->group, at);
+            }
+        }
+    }
+
+    static void check_use(const Weight & w, const ggml_tensor * node) {
+        const bool is_view = node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_PERMUTE ||
+            node->op == GGML_OP_TRANSPOSE;
+        if ((w.use == Use::dense && is_view) || (w.use == Use::rows && node->op != GGML_OP_GET_ROWS) ||
+            (w.use == Use::expert && node->op != GGML_OP_MUL_MAT_ID)) {
+            throw Error(LS_ERR_UNSUPPORTED, format("this graph uses '%s' (%s) in a way the first graphs did not; it cannot be streamed",
+                w.entry->name.c_str(), ggml_op_name(node->op)));
+        }
+    }
+
+    ggml_tensor * new_node(ggml_type type, int64_t n, ggml_tensor * a, OpParams params, ggml_custom_op_t fun) {
+        if (ggml_get_mem_size(ctx0_) - ggml_used_mem(ctx0_) < 2 * ggml_tensor_overhead()) {
+            throw Error(LS_ERR_UNSUPPORTED, "the graph leaves no room for the nodes that wait for weights");
+        }
+        ggml_tensor * t = ggml_custom_4d(ctx0_, type, n, 1, 1, 1, a ? &a : nullptr, a ? 1 : 0, fun, GGML_N_TASKS_MAX, nullptr);
+        params.session = &session_;
+        set_op_params(t, params, fun);
+        out_.push_back(t);
+        return t;
+    }
+
+    void insert_acquire(int32_t group, int at) {
+        OpParams p = {};
+        p.index = group;
+        uint32_t n_held = 1;
+        for (size_t g = 0; g < held_.size(); ++g) {
+            if (held_[g] && last_use_[g] < at && p.n_release < OpParams::kMaxRelease) {
+                p.release[p.n_release++] = int32_t(g);
+                held_[g] = false;
+            }
+            n_held += held_[g];
+        }
+        held_[size_t(group)] = true;
+        held_at_once_ = std::max(held_at_once_, n_held);
+        ggml_format_name(new_node(GGML_TYPE_I32, 1, nullptr, p, op_acquire), "leanstream_acquire_%d", group);
+    }
+
+    void rewrite(ggml_tensor * node) {
+        const Weight * w = weight_of(node->src[0]);
+        if (w && w->use == Use::rows && node->op == GGML_OP_GET_ROWS) {
+            OpParams p = {};
+            p.session = &session_;
+            set_op_params(node, p, op_get_rows);
+            node->op = GGML_OP_CUSTOM;
+        } else if (w && w->use == Use::expert && node->op == GGML_OP_MUL_MAT_ID) {
+            rewrite_product(node, *w);
+        }
+    }
+
+    Routing & routing_of(ggml_tensor * ids, int32_t layer) {
+        for (Routing & r : routings_) {
+            if (r.ids == ids && op_params(r.select).index == layer) {
+                return r;
+            }
+        }
+        OpParams p = {};
+        p.index = layer;
+        p.run   = int8_t(routings_.size() % Session::kRuns);
+        ggml_tensor * select = new_node(GGML_TYPE_I32, 1, ids, p, op_select);
+        ggml_format_name(select, "leanstream_select_%d", layer);
+        routings_.push_back({ids, select, p.run, -1});
+        return routings_.back();
+    }
+
+    // Input rows in the type that the weight's kernel multiplies with; gate and up share them.
+    ggml_tensor * quantized(ggml_tensor * input, ggml_type type) {
+        if (input->type == type) {
+            return nullptr;
+        }
+        for (const auto & [in, t, node] : quantized_) {
+            if (in == input && t == type) {
+                return node;
+            }
+        }
+        OpParams p = {};
+        p.part = int16_t(type);
+        const int64_t n_bytes = int64_t(ggml_row_size(type, input->ne[0])) * input->ne[1] * input->ne[2];
+        ggml_tensor * node = new_node(GGML_TYPE_I8, n_bytes, input, p, op_quantize);
+        quantized_.push_back({input, type, node});
+        return node;
+    }
+
+    void rewrite_product(ggml_tensor * node, const Weight & w) {
+        session_.tiled_bytes_per_thread = std::max(session_.tiled_bytes_per_thread, tiled_bytes_per_thread(node));
+        ggml_tensor * input = node->src[1];
+        ggml_tensor * ids   = node->src[2];
+        Routing & routing = routing_of(ids, w.layer);
+        OpParams p = {};
+        p.session = &session_;
+        p.index   = w.layer;
+        p.part    = int16_t(w.part);
+        p.run     = routing.run;
+        p.last    = 1;
+        if (routing.last_product >= 0) {
+            ((OpParams *) out_[size_t(routing.last_product)]->op_params)->last = 0;
+        }
+        node->src[3] = routing.select;
+        node->src[4] = quantized(input, ggml_get_type_traits_cpu(w.tensor->type)->vec_dot_type);
+        set_op_params(node, p, op_mul_mat_id);
+        node->op = GGML_OP_CUSTOM;
+        routing.last_product = int(out_.size()); // run() appends the node there
+    }
+
+    void replace_nodes() {
+        if (int64_t(out_.size()) + graph_->n_leafs > graph_->size) {
+            throw Error(LS_ERR_UNSUPPORTED, format("the graph has %d nodes and leaves no room for %zu more", graph_->n_nodes,
+                out_.size() - size_t(graph_->n_nodes)));
+        }
+        std::copy(out_.begin(), out_.end(), graph_->nodes);
+        graph_->n_nodes = int(out_.size());
+    }
+
+    Engine & engine_;
+    Session & session_;
+    ggml_backend_buffer_type_t buffer_type_;
+    ggml_context * ctx0_;
+    ggml_cgraph * graph_;
+
+    std::vector<ggml_tensor *> out_;
+    std::vector<int>  last_use_; // [group] node index
+    std::vector<bool> held_;     // [group] acquired and not released at this point
+    uint32_t held_at_once_ = 0;
+    std::vector<Routing> routings_;
+    struct Quantized { ggml_tensor * input; ggml_type type; ggml_tensor * node; };
+    std::vector<Quantized> quantized_;
+};
+
+} // namespace
+
+void rewrite_graph(Engine & engine, Session & session, ggml_backend_buffer_type_t buffer_type, ggml_context * ctx0, ggml_cgraph * graph) {
+    GraphPass(engine, session, buffer_type, ctx0, graph).run();
+}
+
+} // namespace ls

@@ -1,0 +1,187 @@
+#include "model.h"
+
+#include "json.h"
+
+#include "llama-ext.h"
+
+#include <algorithm>
+#include <set>
+
+using namespace ls;
+
+static EngineOptions engine_options(const ls_options & o) {
+    EngineOptions e;
+    if (o.io_backend > 2) {
+        throw Error(LS_ERR_ARGUMENT, format("io_backend %u: choose 0 (best), 1 (pread) or 2 (io_uring)", o.io_backend));
+    }
+    if (o.io_backend == 2 && !uring_available()) {
+        throw Error(LS_ERR_UNSUPPORTED, "io_uring is not available here (library built without liburing, or refused by the kernel); "
+            "use the pread backend");
+    }
+    e.io.backend   = IoOptions::Backend(o.io_backend);
+    e.io.n_threads = o.n_io_threads ? o.n_io_threads : e.io.n_threads;
+    e.io.depth     = o.io_depth ? o.io_depth : e.io.depth;
+    e.direct_io    = o.direct_io != 0;
+    e.n_ring_slots = o.n_ring_slots;
+    if (o.chunk_bytes) {
+        e.chunk_bytes = page_ceil(o.chunk_bytes);
+    }
+    return e;
+}
+
+ls_model::ls_model(const char * path, const ls_options & options)
+    : index(read_index(path)), engine(index, engine_options(options)), buffer_type(make_buffer_type(this)),
+      overrides{{".*", &buffer_type}, {nullptr, nullptr}} {
+    for (const char * refused : {"granite-switch", "kimi-k3"}) {
+        if (index.arch == refused) {
+            throw Error(LS_ERR_UNSUPPORTED, format("architecture %s cannot be streamed: it multiplies its FFN weights outside "
+                "llama.cpp's shared builders; load it without memory_budget", refused)).path(path);
+        }
+    }
+}
+
+Session & ls_model::session(const llama_context * ctx) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_ptr<Session> & s = sessions_[ctx];
+    if (!s) {
+        s = std::make_unique<Session>();
+        s->engine  = &engine;
+        s->context = ctx;
+        const uint32_t n_outputs = std::max(n_outputs_of_next_context, 1u);
+        s->output_bytes = uint64_t(n_outputs) * uint64_t(std::max<int64_t>(0, index.n_vocab())) * sizeof(float);
+        engine.add_session(*s);
+    }
+    return *s;
+}
+
+Session * ls_model::find_session(const llama_context * ctx) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = sessions_.find(ctx);
+    return it == sessions_.end() ? nullptr : it->second.get();
+}
+
+void ls_model::free_session(const llama_context * ctx) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = sessions_.find(ctx);
+    if (it != sessions_.end()) {
+        engine.forget(*it->second);
+        sessions_.erase(it);
+    }
+}
+
+FixedMemory ls_model::measure_fixed(uint64_t baseline_bytes) {
+    constexpr uint64_t kMargin = 16u << 20;      // stacks, page tables, staging, allocator slack
+    constexpr uint64_t kMinMetadata = 4u << 20;
+    FixedMemory f;
+    f.baseline = baseline_bytes;
+    f.margin   = kMargin;
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto & [ctx, session] : sessions_) {
+        if (!session->charged) {
+            measure_session(ctx, *session);
+        }
+        f.kv      += session->kv_bytes;
+        f.compute += session->fixed_bytes();
+    }
+    // llama.cpp clears KV caches when it makes them, so they are resident already; compute buffers are not
+    const uint64_t now = process_resident_bytes();
+    const uint64_t grown = now > resident_at_load_bytes ? now - resident_at_load_bytes : 0;
+    const uint64_t kv = no_alloc ? 0 : f.kv;
+    f.metadata = std::max(kMinMetadata, grown > kv ? grown - kv : 0);
+    return f;
+}
+
+void ls::measure_session(const llama_context * ctx, Session & session) {
+    session.kv_bytes = session.compute_bytes = 0;
+    for (const auto & [buffer_type, bytes] : llama_get_memory_breakdown(ctx)) {
+        session.kv_bytes      += bytes.context;
+        session.compute_bytes += bytes.compute;
+    }
+}
+
+static uint32_t blocks_streamed(const Weights & weights, const Plan & plan) {
+    std::set<int32_t> blocks;
+    for (size_t g = 0; g < plan.pinned.size(); ++g) {
+        if (!plan.pinned[g]) {
+            for (const Weight * w : weights.groups[g].members) {
+                blocks.insert(std::atoi(w->entry->name.c_str() + 4)); // "blk.N."
+            }
+        }
+    }
+    return uint32_t(blocks.size());
+}
+
+static void write_memory(Json & j, const FixedMemory & f, const PlanInput & in, const Plan & plan) {
+    auto o = j.object();
+    j.key("baseline_bytes").number(f.baseline);
+    j.key("metadata_bytes").number(f.metadata);
+    j.key("kv_bytes").number(f.kv);
+    j.key("compute_bytes").number(f.compute);
+    j.key("margin_bytes").number(f.margin);
+    j.key("resident_bytes").number(in.resident_bytes);
+    j.key("pinned_bytes").number(plan.pinned_bytes);
+    j.key("ring_bytes").number(plan.n_ring_slots * in.ring_slot_bytes);
+    j.key("cache_bytes").number(plan.cache_bytes);
+}
+
+static void write_experts(Json & j, const PlanInput & in, const Plan & plan) {
+    auto o = j.object();
+    uint32_t n = 0;
+    uint64_t largest = 0;
+    for (size_t l = 0; l < in.n_experts.size(); ++l) {
+        n += in.n_experts[l];
+        largest = std::max(largest, in.expert_bytes[l]);
+    }
+    j.key("n_layers").number(uint32_t(in.n_experts.size()));
+    j.key("n_experts").number(in.n_experts.empty() ? 0u : in.n_experts[0]);
+    j.key("n_used").number(in.n_experts.empty() ? 0u : in.n_expert_used);
+    j.key("total_bytes").number(in.expert_total_bytes);
+    j.key("expert_bytes").number(largest);
+    j.key("capacity_bytes").number(plan.cache_bytes);
+    j.key("capacity_experts").number(n ? plan.cache_bytes / std::max<uint64_t>(1, in.expert_total_bytes / n) : uint64_t(0));
+    j.key("token_demand_bytes").number(plan.token_demand_bytes);
+    j.key("token_demand_experts").number(plan.token_demand_experts);
+}
+
+std::string ls::plan_json(ls_model & model, uint64_t budget_bytes, uint64_t cache_bytes, uint64_t baseline_bytes) {
+    const Engine & engine = model.engine;
+    const bool active = engine.activated();
+    const FixedMemory fixed = active ? engine.fixed() : model.measure_fixed(baseline_bytes);
+    const PlanInput in = engine.plan_input(fixed, budget_bytes ? budget_bytes : engine.budget_bytes(), cache_bytes);
+    const Plan plan = make_plan(in);
+    Json j;
+    {
+        auto root = j.object();
+        j.key("minimum_budget_bytes").number(plan.minimum_bytes);
+        j.key("full_budget_bytes").number(plan.full_bytes);
+        j.key("budget_bytes").number(in.budget_bytes);
+        j.key("mode").string(plan.mode(in));
+        j.key("memory");
+        write_memory(j, fixed, in, plan);
+        j.key("dense");
+        {
+            auto o = j.object();
+            j.key("n_groups").number(uint32_t(plan.pinned.size()));
+            j.key("n_pinned").number(plan.n_pinned);
+            j.key("group_bytes").number(in.ring_slot_bytes);
+            j.key("streamed_bytes").number(plan.dense_bytes - plan.pinned_bytes);
+            j.key("pinned_bytes").number(plan.pinned_bytes);
+            j.key("total_bytes").number(plan.dense_bytes);
+            j.key("n_ring_slots").number(plan.n_ring_slots);
+            j.key("n_layers_streamed").number(blocks_streamed(engine.weights, plan));
+        }
+        j.key("experts");
+        write_experts(j, in, plan);
+        j.key("warnings");
+        {
+            auto list = j.array();
+            for (const std::string & w : engine.warnings()) {
+                j.string(w);
+            }
+            for (const std::string & w : plan.warnings) {
+                j.string(w);
+            }
+        }
+    }
+    return j.text;
+}

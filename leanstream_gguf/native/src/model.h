@@ -1,0 +1,53 @@
+// One opened model: index, engine, the buffer type that its tensors live in, and the sessions of its contexts.
+#pragma once
+
+#include "engine.h"
+#include "index.h"
+
+#include "ggml-backend-impl.h"
+#include "llama.h"
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+struct ls_model {
+    ls_model(const char * path, const ls_options & options);
+
+    // Session of a context, made at its first graph.
+    ls::Session & session(const llama_context * ctx);
+    // nullptr if this model has none for it
+    ls::Session * find_session(const llama_context * ctx);
+    void free_session(const llama_context * ctx);
+
+    // What llama.cpp holds beside the weights, from its contexts and from the process.
+    ls::FixedMemory measure_fixed(uint64_t baseline_bytes);
+
+    ls::Index  index;
+    ls::Engine engine;
+    ggml_backend_buffer_type buffer_type;
+    llama_model_tensor_buft_override overrides[2];
+
+    bool     no_alloc = false;            // measuring: nothing is loaded
+    uint64_t resident_at_load_bytes = 0;  // of the process, when loading began
+    uint32_t n_outputs_limit = 0;         // logit rows that a context may ask for at once; 0 = llama.cpp's choice
+    uint32_t n_outputs_of_next_context = 0;
+
+private:
+    std::mutex mutex_;
+    std::map<const llama_context *, std::unique_ptr<ls::Session>> sessions_;
+};
+
+namespace ls {
+
+// the model behind a buffer type of ours, or nullptr
+ls_model * model_of(ggml_backend_buffer_type_t buffer_type);
+ggml_backend_buffer_type make_buffer_type(ls_model * model);
+
+// What llama.cpp allocated for a context.
+void measure_session(const llama_context * ctx, Session & session);
+
+std::string plan_json(ls_model & model, uint64_t budget_bytes, uint64_t cache_bytes, uint64_t baseline_bytes);
+
+} // namespace ls

@@ -1,0 +1,48 @@
+// The graph nodes of this library, run by llama.cpp's CPU backend in its own threads. All their state hangs on the
+// node's op_params; a node of a failed session writes zeros and returns at once.
+#pragma once
+
+#include "session.h"
+
+#include "ggml.h"
+#include "ggml-impl.h"
+
+namespace ls {
+
+// What a node carries in op_params, behind ggml's own part.
+struct OpParams {
+    static constexpr int kMaxRelease = 4;
+
+    ggml_custom_op_params custom;
+    Session * session;
+    int32_t   index;     // acquire: dense group; select and product: MoE layer
+    int16_t   part;      // product: part of the layer
+    int8_t    run;       // select and product: which of the session's runs
+    int8_t    last;      // product: 1 = the run ends here
+    int32_t   n_release;
+    int32_t   release[kMaxRelease]; // acquire: groups that no later node uses
+};
+
+inline const OpParams & op_params(const ggml_tensor * node) {
+    static_assert(sizeof(OpParams) <= GGML_MAX_OP_PARAMS, "op_params too small");
+    return *(const OpParams *) node->op_params;
+}
+
+void set_op_params(ggml_tensor * node, OpParams params, ggml_custom_op_t fun);
+
+// dst: int32 [1]. Waits until a dense group is in memory and its weights' data pointers are set.
+void op_acquire(ggml_tensor * dst, int ith, int nth, void * userdata);
+// src0 ids: int32 [n_used, n_tokens]; dst: int32 [1]. Groups rows by expert and starts the reads.
+void op_select(ggml_tensor * dst, int ith, int nth, void * userdata);
+// src0: float32 [n, n_rows]; dst: int8 [bytes], the rows in the weight's vec_dot type. op_params.part holds the type.
+void op_quantize(ggml_tensor * dst, int ith, int nth, void * userdata);
+// src0 experts [n, m, n_experts], src1 [n, n_used or 1, n_tokens], src2 ids, src3 select node, src4 quantized src1 or none;
+// dst: float32 [m, n_used, n_tokens]. As ggml's MUL_MAT_ID, expert by expert as they arrive.
+void op_mul_mat_id(ggml_tensor * dst, int ith, int nth, void * userdata);
+// src0 [n, n_rows], src1 ids: int32; dst float32 [n, n_ids]. As ggml's GET_ROWS, rows read from the file.
+void op_get_rows(ggml_tensor * dst, int ith, int nth, void * userdata);
+
+// bytes of one thread's workspace that the tiled K-quant kernel needs for this MUL_MAT_ID node; 0 if it is not used
+size_t tiled_bytes_per_thread(ggml_tensor * mul_mat_id);
+
+} // namespace ls

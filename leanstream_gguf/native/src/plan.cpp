@@ -1,0 +1,126 @@
+#include "plan.h"
+
+#include "status.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace ls {
+
+namespace {
+
+constexpr uint32_t kMinRingSlots = 2; // one in use, one being read
+
+uint64_t sum(const std::vector<uint64_t> & v) {
+    return std::accumulate(v.begin(), v.end(), uint64_t(0));
+}
+
+// one token's experts of one layer: below that a layer cannot be computed without waves
+uint64_t minimum_cache(const PlanInput & in) {
+    uint64_t n = 0;
+    for (size_t l = 0; l < in.expert_bytes.size(); ++l) {
+        n = std::max(n, in.expert_bytes[l] * std::min(in.n_expert_used, in.n_experts[l]));
+    }
+    return std::min(n, in.expert_total_bytes);
+}
+
+void pin_groups(const PlanInput & in, Plan & plan, uint64_t available) {
+    for (uint32_t g : pin_order(uint32_t(in.group_bytes.size()))) {
+        if (plan.pinned_bytes + in.group_bytes[g] <= available) {
+            plan.pinned[g] = true;
+            plan.pinned_bytes += in.group_bytes[g];
+            plan.n_pinned++;
+        }
+    }
+}
+
+// Two slots at the minimum, three where the third costs little: it hides the hand-over between two groups.
+uint32_t choose_ring_slots(const PlanInput & in, uint64_t spare) {
+    if (in.n_ring_slots_wanted) {
+        return std::max(kMinRingSlots, in.n_ring_slots_wanted);
+    }
+    return spare >= 8 * in.ring_slot_bytes ? 3 : kMinRingSlots;
+}
+
+void split_dense(const PlanInput & in, Plan & plan, uint64_t available) {
+    const uint64_t ring_min = kMinRingSlots * in.ring_slot_bytes;
+    plan.n_ring_slots = choose_ring_slots(in, available - ring_min);
+    while (plan.n_ring_slots > kMinRingSlots && plan.n_ring_slots * in.ring_slot_bytes > available) {
+        plan.n_ring_slots--;
+    }
+    pin_groups(in, plan, available - plan.n_ring_slots * in.ring_slot_bytes);
+}
+
+void warn_of_small_cache(const PlanInput & in, Plan & plan) {
+    if (in.expert_total_bytes > 0 && plan.cache_bytes < plan.token_demand_bytes && plan.cache_bytes < in.expert_total_bytes) {
+        plan.warnings.push_back(format("the expert cache (%s) is smaller than what one token uses (%u experts, %s): nearly every "
+            "expert will be read again for each token; %s more would help most", human_bytes(plan.cache_bytes).c_str(),
+            plan.token_demand_experts, human_bytes(plan.token_demand_bytes).c_str(),
+            human_bytes(plan.token_demand_bytes - plan.cache_bytes).c_str()));
+    }
+}
+
+} // namespace
+
+const char * Plan::mode(const PlanInput & in) const {
+    const bool experts = cache_bytes < in.expert_total_bytes;
+    return streams_dense() ? (experts ? "layers+experts" : "layers") : experts ? "experts" : "resident";
+}
+
+std::vector<uint32_t> pin_order(uint32_t n_groups) {
+    uint32_t n_bits = 0;
+    while ((1u << n_bits) < n_groups) {
+        n_bits++;
+    }
+    std::vector<uint32_t> order;
+    for (uint32_t i = 0; i < (1u << n_bits); ++i) {
+        uint32_t reversed = 0;
+        for (uint32_t b = 0; b < n_bits; ++b) {
+            reversed |= (i >> b & 1) << (n_bits - 1 - b);
+        }
+        if (reversed < n_groups) {
+            order.push_back(reversed);
+        }
+    }
+    return order;
+}
+
+Plan make_plan(const PlanInput & in) {
+    Plan plan;
+    plan.pinned.assign(in.group_bytes.size(), false);
+    plan.dense_bytes = sum(in.group_bytes);
+    for (size_t l = 0; l < in.expert_bytes.size(); ++l) {
+        const uint32_t n = std::min(in.n_expert_used, in.n_experts[l]);
+        plan.token_demand_experts += n;
+        plan.token_demand_bytes   += in.expert_bytes[l] * n;
+    }
+    const uint64_t cache_min = minimum_cache(in);
+    const uint64_t ring_min  = std::min(plan.dense_bytes, kMinRingSlots * in.ring_slot_bytes);
+    const uint64_t base      = in.fixed_bytes + in.resident_bytes;
+    const uint64_t cache_floor = in.cache_bytes ? std::min(in.cache_bytes, in.expert_total_bytes) : cache_min;
+    plan.minimum_bytes = base + ring_min + (in.cache_bytes ? cache_floor : cache_min);
+    plan.full_bytes    = base + plan.dense_bytes + in.expert_total_bytes;
+
+    if (in.cache_bytes && in.expert_total_bytes && in.cache_bytes < cache_min) {
+        throw Error(LS_ERR_BUDGET, format("an expert cache of %s is too small: one token needs %s of one layer; give at least that",
+            human_bytes(in.cache_bytes).c_str(), human_bytes(cache_min).c_str())).sizes(in.cache_bytes, cache_min);
+    }
+    if (in.budget_bytes && in.budget_bytes < plan.minimum_bytes) {
+        throw Error(LS_ERR_BUDGET, format("a memory budget of %s is too small for this model: it needs at least %s (%llu bytes) "
+            "with these context and batch sizes; raise the budget or lower n_ctx", human_bytes(in.budget_bytes).c_str(),
+            human_bytes(plan.minimum_bytes).c_str(), (unsigned long long) plan.minimum_bytes))
+            .sizes(in.budget_bytes, plan.minimum_bytes);
+    }
+    const uint64_t available = in.budget_bytes ? in.budget_bytes - base : plan.dense_bytes + in.expert_total_bytes;
+    if (available >= plan.dense_bytes + cache_floor) { // dense weights are used by every token: they come first
+        pin_groups(in, plan, plan.dense_bytes);
+        plan.cache_bytes = in.cache_bytes ? cache_floor : std::min(in.expert_total_bytes, available - plan.dense_bytes);
+    } else {
+        plan.cache_bytes = cache_floor;
+        split_dense(in, plan, available - cache_floor);
+    }
+    warn_of_small_cache(in, plan);
+    return plan;
+}
+
+} // namespace ls

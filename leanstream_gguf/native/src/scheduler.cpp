@@ -1,0 +1,171 @@
+#include "scheduler.h"
+
+#include "memory.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+
+namespace ls {
+
+uint64_t now_ns() {
+    return uint64_t(std::chrono::duration_cast<std::chrono::nanoseconds>(
+        std::chrono::steady_clock::now().time_since_epoch()).count());
+}
+
+Scheduler::Scheduler(const IoOptions & options, ReadSink & sink) : sink_(sink) {
+    if (options.backend == IoOptions::Backend::uring && uring_available()) {
+        backend_name_ = "io_uring";
+        threads_.emplace_back([this, depth = options.depth] {
+            if (!run_uring(*this, depth)) {
+                run_pread();
+            }
+        });
+        return;
+    }
+    for (uint32_t i = 0; i < std::max(1u, options.n_threads); ++i) {
+        threads_.emplace_back([this] { run_pread(); });
+    }
+}
+
+Scheduler::~Scheduler() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stop_ = true;
+        queue_.clear();
+        if (wake_) {
+            wake_(wake_argument_);
+        }
+    }
+    work_.notify_all();
+    for (std::thread & t : threads_) {
+        t.join();
+    }
+}
+
+void Scheduler::submit(const std::vector<ReadRequest> & requests) {
+    if (requests.empty()) {
+        return;
+    }
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        for (const ReadRequest & r : requests) {
+            queue_.emplace(std::make_pair(r.priority, next_++), r);
+        }
+        if (wake_) {
+            wake_(wake_argument_);
+        }
+    }
+    if (requests.size() == 1) {
+        work_.notify_one();
+    } else {
+        work_.notify_all();
+    }
+}
+
+void Scheduler::promote(uint64_t tag, Priority priority) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto it = queue_.lower_bound({Priority(uint8_t(priority) + 1), 0}); it != queue_.end();) {
+        if (it->second.tag == tag) {
+            ReadRequest r = it->second;
+            r.priority = priority;
+            queue_.emplace(std::make_pair(priority, it->first.second), r);
+            it = queue_.erase(it);
+        } else {
+            ++it;
+        }
+    }
+}
+
+void Scheduler::drain() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    idle_.wait(lock, [this] { return (queue_.empty() && in_flight_ == 0) || stop_; });
+}
+
+IoCounters Scheduler::counters() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    IoCounters c = counters_;
+    if (in_flight_ > 0) {
+        c.busy_ns += now_ns() - busy_since_ns_;
+    }
+    return c;
+}
+
+void Scheduler::pop_locked(ReadRequest & out) {
+    out = queue_.begin()->second;
+    queue_.erase(queue_.begin());
+    if (in_flight_++ == 0) {
+        busy_since_ns_ = now_ns();
+    }
+}
+
+bool Scheduler::take(ReadRequest & out) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    work_.wait(lock, [this] { return !queue_.empty() || stop_; });
+    if (stop_) {
+        return false;
+    }
+    pop_locked(out);
+    return true;
+}
+
+bool Scheduler::try_take(ReadRequest & out) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (stop_ || queue_.empty()) {
+        return false;
+    }
+    pop_locked(out);
+    return true;
+}
+
+bool Scheduler::stopping() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return stop_;
+}
+
+void Scheduler::set_wake(void (*wake)(void *), void * argument) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    wake_ = wake;
+    wake_argument_ = argument;
+}
+
+void Scheduler::finish(const ReadRequest & request, int64_t result) {
+    const int error = result < 0 ? int(-result) : uint64_t(result) < request.n_needed ? ENODATA : 0;
+    sink_.on_read(request, error);
+    std::lock_guard<std::mutex> lock(mutex_);
+    counters_.n_reads++;
+    counters_.n_bytes += result > 0 ? uint64_t(result) : 0;
+    if (--in_flight_ == 0) {
+        counters_.busy_ns += now_ns() - busy_since_ns_;
+        if (queue_.empty()) {
+            idle_.notify_all();
+        }
+    }
+}
+
+void Scheduler::run_pread() {
+    ReadRequest r;
+    while (take(r)) {
+        finish(r, r.device->read(r.offset, r.dest, r.n_bytes));
+    }
+}
+
+void add_requests(std::vector<ReadRequest> & out, Device & device, uint64_t offset, uint64_t n_bytes, uint8_t * dest,
+                  uint64_t chunk_bytes, Priority priority, uint64_t tag) {
+    const uint64_t begin = page_floor(offset);
+    const uint64_t end   = offset + n_bytes;
+    uint8_t * to = dest - (offset - begin);
+    for (uint64_t at = begin; at < end; at += chunk_bytes) {
+        ReadRequest r;
+        r.device   = &device;
+        r.offset   = at;
+        r.dest     = to + (at - begin);
+        r.n_needed = uint32_t(std::min(chunk_bytes, end - at));
+        r.n_bytes  = uint32_t(page_ceil(r.n_needed));
+        r.priority = priority;
+        r.tag      = tag;
+        out.push_back(r);
+    }
+}
+
+} // namespace ls

@@ -1,0 +1,102 @@
+// Every weight of a loaded model: where it lies on disk, where in memory, and how the graphs use it.
+#pragma once
+
+#include "index.h"
+#include "memory.h"
+
+#include "ggml-backend.h"
+#include "ggml.h"
+
+#include <deque>
+#include <memory>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+struct ggml_cgraph;
+
+namespace ls {
+
+enum class Use : uint8_t {
+    resident, // read at activation, stays: norms, biases, routers, the output matrix, and whatever no graph has shown yet
+    rows,     // only looked up by row: read row by row
+    dense,    // a matrix of a layer: part of a dense group, pinned or streamed
+    expert,   // stacked expert matrices: streamed expert by expert
+};
+
+struct Weight {
+    const IndexEntry * entry = nullptr;
+    ggml_tensor * tensor = nullptr;
+    uint8_t * home = nullptr;  // own address of its first byte; memory only while resident or pinned
+    Use use = Use::resident;
+    int32_t group = -1;        // dense: index into groups
+    int32_t layer = -1;        // expert: index into moe_layers
+    int32_t part = -1;         // expert: index into the layer's parts
+};
+
+// Matrices that are read and released together, in graph order.
+struct DenseGroup {
+    std::vector<Weight *> members;
+    std::vector<uint64_t> slot_offset; // [member] of the page that holds its first byte
+    uint64_t n_bytes = 0;              // page-rounded, what a ring slot or the pinned members take
+    int32_t  block = -1;               // transformer block of the first member
+};
+
+// One layer's experts. A part is one stacked tensor: gate, up, down, or merged gate and up, in graph order.
+struct MoeLayer {
+    static constexpr uint32_t kMaxParts = 4;
+
+    int32_t  block = -1;      // transformer block, "blk.N."
+    uint32_t n_experts = 0;
+    uint32_t first_unit = 0;  // cache unit of expert 0, assigned with the groups
+    std::vector<Weight *> parts;
+
+    uint64_t part_bytes(uint32_t part) const { return parts[part]->tensor->nb[2]; }
+    uint64_t file_offset(uint32_t part, uint32_t expert) const { return parts[part]->entry->offset + expert * part_bytes(part); }
+    // where in the expert's slot the part's first byte lies
+    uint64_t slot_offset(uint32_t part, uint32_t expert) const;
+    uint64_t unit_bytes(uint32_t expert) const { return slot_offset(uint32_t(parts.size()), expert); }
+};
+
+class Weights {
+public:
+    explicit Weights(const Index & index) : index_(index) {}
+
+    // A tensor of our buffer type; nullptr if the file has no such tensor.
+    Weight * add(ggml_tensor * tensor, uint8_t * home);
+    Weight * find(const ggml_tensor * tensor);
+
+    // Learn from a graph, in its order, how each weight is used, and form groups and layers. Until freeze() a later graph
+    // may still change what an earlier one said; afterwards nothing changes. Throws Error(LS_ERR_UNSUPPORTED).
+    void learn(const ggml_cgraph * graph, ggml_backend_buffer_type_t buffer_type);
+    // No further learning: weights that no graph has used stay resident.
+    void freeze() { frozen_ = true; }
+
+    std::vector<DenseGroup> groups;
+    std::vector<MoeLayer>   moe_layers;
+
+    const std::deque<Weight> & all() const { return weights_; }
+    uint64_t resident_bytes() const;
+    uint64_t largest_group_bytes() const;
+
+private:
+    void learn_use(Weight & w, const ggml_tensor * node, int source);
+    bool learn_expert(Weight & w, const ggml_tensor * node);
+    void learn_again(Weight & w, const ggml_tensor * node);
+    void form_groups();
+
+    const Index & index_;
+    std::deque<Weight> weights_;
+    std::unordered_map<const ggml_tensor *, Weight *> by_tensor_;
+    std::unordered_set<const ggml_tensor *> seen_;
+    std::vector<Weight *> dense_order_;
+    std::unordered_map<const ggml_tensor *, uint32_t> layer_of_ids_; // within one graph
+    bool frozen_ = false;
+};
+
+// pages that n_bytes starting at file offset touch, in bytes
+inline uint64_t span_bytes(uint64_t offset, uint64_t n_bytes) {
+    return page_ceil(offset % page_size() + n_bytes);
+}
+
+} // namespace ls
