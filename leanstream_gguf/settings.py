@@ -1,0 +1,216 @@
+"""What a caller can set, validated when it is given and not when it is first used.
+
+One source for the class, the command and the environment. Nothing here touches the native library.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from .errors import ArgumentError, UnsupportedError
+from .units import format_bytes, parse_bytes, parse_share
+
+ENV_MEMORY = "LEANSTREAM_MEMORY"  # default of memory_budget for install() and the command
+ENV_CACHE = "LEANSTREAM_CACHE"  # default of StreamConfig.cache_budget there
+
+POLICIES: dict[str, dict[str, tuple[float, float]]] = {  # name -> parameter -> (lowest, highest)
+    "lru": {},
+    "lfu": {"half_life": (1, 2**31)},
+    "slru": {"protected_share": (0.0, 1.0)},
+}
+IO_BACKENDS: dict[str, int] = {"auto": 0, "pread": 1, "uring": 2}  # -> ls_options.io_backend
+
+BudgetKind = Literal["bytes", "share", "span", "auto", "min", "full"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A memory budget as asked for: it only becomes bytes once model and machine are known.
+
+    `bytes` bounds the process to `n_bytes`; `share` to that part of the model file's bytes; `span` to that part of the way
+    from the minimum to everything resident; `auto` takes the memory limit of the machine less a reserve; `min` the
+    smallest that works; `full` sets no bound (everything resident).
+    """
+
+    kind: BudgetKind
+    n_bytes: int = 0
+    share: float = 0.0
+
+    @classmethod
+    def parse(cls, value: Budget | int | str, *, name: str = "memory_budget") -> Budget:
+        """From `"2GiB"`, `2 << 30`, `"55%"` (of the model file), `"min+50%"`, `"auto"`, `"min"` or `"full"`.
+
+        Raises:
+            ArgumentError: none of these, or zero bytes.
+        """
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, str):
+            word = value.strip().lower()
+            if word in ("auto", "min", "full"):
+                return cls(word)  # type: ignore[arg-type]
+            if word.startswith("min+") and (share := parse_share(word[4:])) is not None:
+                return cls("span", share=share)
+            if (share := parse_share(word)) is not None:
+                return cls("share", share=share)
+        n_bytes = parse_bytes(value, name=name)
+        if n_bytes == 0:
+            raise ArgumentError(f"{name} must not be 0; 'full' keeps everything resident, 'min' as little as possible")
+        return cls("bytes", n_bytes=n_bytes)
+
+    def __str__(self) -> str:
+        if self.kind == "bytes":
+            return format_bytes(self.n_bytes)
+        prefix = {"share": "", "span": "min+"}.get(self.kind)
+        return self.kind if prefix is None else f"{prefix}{self.share * 100:g}%"
+
+
+@dataclass(frozen=True)
+class CacheBudget:
+    """The size of the expert cache alone: bytes, a share of all expert bytes, or `min` (one token's demand)."""
+
+    kind: Literal["bytes", "share", "min"]
+    n_bytes: int = 0
+    share: float = 0.0
+
+    @classmethod
+    def parse(cls, value: CacheBudget | int | str, *, name: str = "cache_budget") -> CacheBudget:
+        """From `"44MiB"`, bytes, `"25%"` (of the experts' bytes) or `"min"`.
+
+        Raises:
+            ArgumentError: none of these, or zero bytes.
+        """
+        if isinstance(value, CacheBudget):
+            return value
+        if isinstance(value, str):
+            if value.strip().lower() == "min":
+                return cls("min")
+            if (share := parse_share(value)) is not None:
+                return cls("share", share=share)
+        n_bytes = parse_bytes(value, name=name)
+        if n_bytes == 0:
+            raise ArgumentError(f"{name} must not be 0; 'min' is the smallest cache, None lets the budget decide")
+        return cls("bytes", n_bytes=n_bytes)
+
+
+def _check_range(name: str, value: int, lowest: int, highest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+        raise ArgumentError(f"{name} must be an int from {lowest} to {highest}, not {value!r}")
+
+
+def check_policy(name: str, params: Mapping[str, Any]) -> None:
+    """Refuse an unknown retention policy or a parameter it does not have.
+
+    Raises:
+        ArgumentError: with the names that exist.
+    """
+    if name not in POLICIES:
+        raise ArgumentError(f"unknown cache policy {name!r}; there are {', '.join(sorted(POLICIES))}")
+    for key, value in params.items():
+        if key not in POLICIES[name]:
+            known = ", ".join(sorted(POLICIES[name])) or "none"
+            raise ArgumentError(f"policy {name!r} has no parameter {key!r}; it has: {known}")
+        lowest, highest = POLICIES[name][key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not lowest <= value <= highest:
+            raise ArgumentError(f"{name} parameter {key} must be a number from {lowest:g} to {highest:g}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """How a model is streamed. Every default is safe; none of these changes a bit of the output.
+
+    Attributes:
+        cache_budget: size of the expert cache alone (`"44MiB"`, bytes, `"25%"` of the experts, `"min"`); None lets
+            the memory budget decide. Ignored by models without experts.
+        policy: what the expert cache keeps: `lru`, `lfu` or `slru`.
+        policy_params: `{"protected_share": 0.8}` for slru, `{"half_life": 4096}` (uses) for lfu.
+        io_threads: reading threads, 0 = chosen.
+        io_depth: reads in flight with io_uring, 0 = chosen.
+        io_backend: `auto`, `pread` or `uring`.
+        direct_io: bypass the page cache where the file system allows it.
+        ring_slots: layers' worth of read-ahead buffers for streamed dense weights, 0 = chosen, at least 2.
+        chunk_bytes: largest single read, a multiple of 4096; 0 = chosen.
+        repack: keep weights in llama.cpp's repacked form. Only False for now.
+        fidelity: only `exact`, which gives the bytes of the unstreamed model.
+
+    Raises:
+        ArgumentError: a value out of range.
+        UnsupportedError: `repack=True` or another fidelity, naming what it would need.
+    """
+
+    cache_budget: CacheBudget | int | str | None = None
+    policy: str = "lru"
+    policy_params: Mapping[str, float] = field(default_factory=dict)
+    io_threads: int = 0
+    io_depth: int = 0
+    io_backend: str = "auto"
+    direct_io: bool = True
+    ring_slots: int = 0
+    chunk_bytes: int | str = 0
+    repack: bool = False
+    fidelity: str = "exact"
+
+    def __post_init__(self) -> None:
+        chunk_bytes = parse_bytes(self.chunk_bytes, name="chunk_bytes")
+        object.__setattr__(self, "chunk_bytes", chunk_bytes)  # frozen for others
+        object.__setattr__(self, "policy_params", dict(self.policy_params))
+        if self.cache_budget is not None:
+            object.__setattr__(self, "cache_budget", CacheBudget.parse(self.cache_budget))
+        check_policy(self.policy, self.policy_params)
+        _check_range("io_threads", self.io_threads, 0, 256)
+        _check_range("io_depth", self.io_depth, 0, 4096)
+        _check_range("ring_slots", self.ring_slots, 0, 1024)
+        if self.ring_slots == 1:
+            raise ArgumentError("ring_slots must be 0 (chosen) or at least 2: one is read while the other is computed")
+        if chunk_bytes % 4096 or chunk_bytes > 2**30:
+            raise ArgumentError(f"chunk_bytes must be a multiple of 4096 up to 1 GiB, not {chunk_bytes}")
+        if self.io_backend not in IO_BACKENDS:
+            raise ArgumentError(f"io_backend must be one of {', '.join(IO_BACKENDS)}, not {self.io_backend!r}")
+        for name in ("direct_io", "repack"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        self._check_supported()
+
+    def _check_supported(self) -> None:
+        if self.repack:
+            raise UnsupportedError("repack=True is not supported yet: streamed weights keep the file's layout")
+        check_fidelity(self.fidelity)
+
+    @property
+    def parsed_cache(self) -> CacheBudget | None:
+        """`cache_budget`, which was parsed when it was given."""
+        return self.cache_budget if isinstance(self.cache_budget, CacheBudget) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as given, for reports."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+def check_fidelity(name: str) -> None:
+    """Refuse a fidelity other than `exact`.
+
+    Raises:
+        UnsupportedError: a fidelity that needs a repacked file. ArgumentError: an unknown word.
+    """
+    if name == "exact":
+        return
+    if name in ("faithful", "lossy"):
+        raise UnsupportedError(f"fidelity {name!r} streams single neurons and needs a repacked file; only 'exact' works")
+    raise ArgumentError(f"fidelity must be 'exact', not {name!r}")
+
+
+def env_defaults(environ: Mapping[str, str] | None = None) -> tuple[Budget | None, CacheBudget | None]:
+    """Budget and cache size named by LEANSTREAM_MEMORY and LEANSTREAM_CACHE, None where unset or empty.
+
+    Raises:
+        ArgumentError: a variable holds no size.
+    """
+    environ = os.environ if environ is None else environ
+    memory, cache = environ.get(ENV_MEMORY), environ.get(ENV_CACHE)
+    return (
+        Budget.parse(memory, name=ENV_MEMORY) if memory else None,
+        CacheBudget.parse(cache, name=ENV_CACHE) if cache else None,
+    )
