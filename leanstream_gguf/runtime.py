@@ -1,0 +1,244 @@
+"""Owning wrappers over native handles: one streamed model, and the scope in which llama.cpp loads it.
+
+Knows bytes, ids and pointers; knows nothing of `llama_cpp.Llama`. Thread-safe like the C API: calls may overlap, and
+`close()` waits for the calls in progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from . import probe
+from ._lib import check, native, take_string
+from .errors import StateError
+from .settings import IO_BACKENDS, StreamConfig, check_policy
+from .stats import Memory, Stats
+
+_live_lock = threading.Lock()
+_n_live = 0
+
+
+@contextlib.contextmanager
+def _counted(baseline: list[int]) -> Iterator[None]:
+    """While entered, one more streamed model is alive; the first of them is charged for the process as it is now."""
+    global _n_live
+    with _live_lock:
+        baseline.append(probe.resident_bytes() if _n_live == 0 else 0)
+        _n_live += 1
+    try:
+        yield
+    finally:
+        with _live_lock:
+            _n_live -= 1
+
+
+class ModelHandle:
+    """One `ls_model`: the index of a GGUF file and, once activated, its streamed weights.
+
+    Close it after the llama.cpp context and model that use it were freed. `close()` is idempotent.
+
+    Attributes:
+        path: the file, as given.
+        baseline_bytes: what this process held before its first streamed model; 0 if another one is alive.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], config: StreamConfig | None = None) -> None:
+        """Index the file and open its devices; nothing of the weights is read.
+
+        Raises:
+            ModelFileError: a subclass that says what is wrong with the file.
+            UnsupportedError: an architecture that is refused by name.
+            LibraryError: the native libraries are missing or do not match.
+        """
+        self._model: Any = None
+        self._idle = threading.Condition()
+        self._n_users = 0
+        self._stack = contextlib.ExitStack()
+        self._index: dict[str, Any] | None = None
+        self.path = os.fspath(path)
+        ffi, lib = native()
+        check(lib.ls_install())
+        baseline: list[int] = []
+        with self._stack as stack:
+            stack.enter_context(_counted(baseline))
+            self.baseline_bytes = baseline[0]
+            out = ffi.new("ls_model **")
+            check(lib.ls_model_open(os.fsencode(self.path), _options(config or StreamConfig()), out))
+            self._model = ffi.gc(out[0], lib.ls_model_close)
+            self._stack = stack.pop_all()
+
+    @contextlib.contextmanager
+    def _use(self) -> Iterator[tuple[Any, Any, Any]]:
+        """(ffi, lib, model) with the model kept open meanwhile."""
+        with self._idle:
+            if self._model is None:
+                raise StateError("the streamed model is closed")
+            self._n_users += 1
+            model = self._model
+        try:
+            yield (*native(), model)
+        finally:
+            with self._idle:
+                self._n_users -= 1
+                self._idle.notify_all()
+
+    def close(self) -> None:
+        """Stop the readers and free everything. Idempotent; waits for calls in progress on other threads."""
+        with self._idle:
+            model, self._model = self._model, None
+            self._idle.wait_for(lambda: self._n_users == 0)
+        if model is not None:
+            native().ffi.release(model)
+        self._stack.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._model is None
+
+    def __enter__(self) -> ModelHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- what is in the file, and what would be done with it --------------------------------------------------------
+
+    def index(self) -> dict[str, Any]:
+        """Shape, shards, tensors and scalar metadata (ls_model_index_json in leanstream.h). Cached."""
+        if self._index is None:
+            with self._use() as (ffi, lib, model):
+                out = ffi.new("char **")
+                check(lib.ls_model_index_json(model, out))
+                self._index = json.loads(take_string(out))
+        return self._index
+
+    def plan(self, budget_bytes: int = 0, cache_bytes: int = 0, baseline_bytes: int | None = None) -> dict[str, Any]:
+        """What is or would be pinned, streamed and cached (ls_model_plan_json in leanstream.h).
+
+        Args:
+            budget_bytes: 0 = the budget in force.
+            cache_bytes: 0 = chosen within the budget.
+            baseline_bytes: None = this model's share of the process.
+
+        Raises:
+            BudgetError: below the minimum, which is in `limit`.
+            StateError: nothing was loaded or measured yet.
+        """
+        baseline = self.baseline_bytes if baseline_bytes is None else baseline_bytes
+        with self._use() as (ffi, lib, model):
+            out = ffi.new("char **")
+            check(lib.ls_model_plan_json(model, budget_bytes, cache_bytes, baseline, out))
+            plan: dict[str, Any] = json.loads(take_string(out))
+        return plan
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def load_scope(self, *, no_alloc: bool = False) -> Iterator[None]:
+        """llama_model_load_from_file calls of this thread inside give their weights to this model.
+
+        Args:
+            no_alloc: measure only; such a llama_model cannot decode.
+        """
+        with self._use() as (_, lib, model):
+            check(lib.ls_load_begin(model, int(no_alloc)))
+            try:
+                yield
+            finally:
+                lib.ls_load_end()
+
+    def activate(self, budget_bytes: int, cache_bytes: int = 0, extra_baseline_bytes: int = 0) -> None:
+        """Choose what is resident, allocate it and read the pinned part. Call after the first context exists.
+
+        Args:
+            budget_bytes: bounds the whole process; 0 = no bound.
+            cache_bytes: the expert cache alone; 0 = chosen.
+            extra_baseline_bytes: memory of the caller to charge besides.
+
+        Raises:
+            BudgetError: below the minimum, which is in `limit`.
+        """
+        self.baseline_bytes += extra_baseline_bytes
+        with self._use() as (_, lib, model):
+            check(lib.ls_model_activate(model, budget_bytes, cache_bytes, self.baseline_bytes))
+
+    def set_budget(self, budget_bytes: int, cache_bytes: int = 0) -> None:
+        """Change the budget at the next token boundary; returns when it is in force.
+
+        Raises:
+            BudgetError: below the minimum; nothing changes.
+        """
+        with self._use() as (_, lib, model):
+            check(lib.ls_model_set_budget(model, budget_bytes, cache_bytes))
+
+    def set_policy(self, name: str, params: Mapping[str, float] | None = None) -> None:
+        """What the expert cache keeps.
+
+        Raises:
+            ArgumentError: unknown policy or parameter.
+        """
+        check_policy(name, params or {})
+        text = json.dumps(dict(params)) if params else ""
+        with self._use() as (_, lib, model):
+            check(lib.ls_model_set_policy(model, name.encode(), text.encode()))
+
+    def pin(self, layer: int, ids: Sequence[int]) -> None:
+        """Keep these experts of a layer resident, replacing earlier pins of that layer; none unpins.
+
+        Raises:
+            BudgetError: too little would be left for one token. ArgumentError: no such layer or expert.
+        """
+        with self._use() as (ffi, lib, model):
+            array = ffi.new("int32_t[]", list(ids))
+            check(lib.ls_model_pin(model, layer, array, len(ids)))
+
+    # ---- what happens -----------------------------------------------------------------------------------------------
+
+    def memory(self) -> Memory:
+        """Bytes by purpose."""
+        with self._use() as (ffi, lib, model):
+            out = ffi.new("ls_memory *")
+            check(lib.ls_model_get_memory(model, out))
+            return Memory.from_struct(out)
+
+    def stats(self) -> Stats:
+        """Counters since activation or the last reset."""
+        with self._use() as (ffi, lib, model):
+            out = ffi.new("ls_stats *")
+            check(lib.ls_model_get_stats(model, out))
+            return Stats.from_struct(out)
+
+    def reset_stats(self) -> None:
+        with self._use() as (_, lib, model):
+            lib.ls_model_reset_stats(model)
+
+    def raise_context_error(self, llama_context: int, cause: BaseException | None = None) -> None:
+        """Raise what went wrong in the last decode on a `llama_context *`, if anything did, and clear it.
+
+        Raises:
+            ReadError: or another typed error, `from cause`.
+        """
+        with self._use() as (ffi, lib, model):
+            status = lib.ls_context_take_error(model, ffi.cast("void *", llama_context))
+            if status == 0:
+                return
+            try:
+                check(status)
+            except Exception as error:
+                raise error from cause
+
+
+def _options(config: StreamConfig) -> Any:
+    options = native().ffi.new("ls_options *")
+    options.n_io_threads = config.io_threads
+    options.io_depth = config.io_depth
+    options.io_backend = IO_BACKENDS[config.io_backend]
+    options.direct_io = int(config.direct_io)
+    options.chunk_bytes = config.chunk_bytes
+    options.n_ring_slots = config.ring_slots
+    return options
