@@ -1,0 +1,123 @@
+"""Measures a model and this machine without loading the model: sizes by a dry run of llama.cpp, speeds by short timings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from . import kernel_rate, planner, probe
+from .errors import LibraryError
+from .runtime import ModelHandle
+from .settings import Budget, StreamConfig
+
+
+@dataclass(frozen=True)
+class ContextWish:
+    """Context settings as asked for; None = chosen from the model's shape."""
+
+    n_ctx: int | None = None
+    n_batch: int | None = None
+    n_ubatch: int | None = None
+    n_threads: int | None = None
+    flash_attn: bool = False
+
+    def sizes(self, shape: planner.Shape, *, all_logits: bool = False) -> planner.ContextDefaults:
+        return planner.context_defaults(
+            shape,
+            n_ctx=self.n_ctx,
+            n_batch=self.n_batch,
+            n_ubatch=self.n_ubatch,
+            all_logits=all_logits,
+            flash_attn=self.flash_attn,
+        )
+
+    @property
+    def threads(self) -> int:
+        return self.n_threads or probe.cpu_count()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model whose sizes are known and whose weights were not read; `handle.plan()` works on it."""
+
+    handle: ModelHandle
+    shape: planner.Shape
+    sizes: planner.ContextDefaults
+
+    def resolve(self, budget: Budget, config: StreamConfig) -> tuple[int, int]:
+        """(budget_bytes, cache_bytes), 0 = no bound and chosen; see planner.py."""
+        return resolve(self.handle, budget, config)
+
+
+def resolve(handle: ModelHandle, budget: Budget, config: StreamConfig) -> tuple[int, int]:
+    """(budget_bytes, cache_bytes) for the native library, of a model that was loaded or measured.
+
+    Raises:
+        StateError: neither loaded nor measured.
+    """
+    plan = handle.plan()
+    minimum, smallest_cache = int(plan["minimum_budget_bytes"]), 0
+    cache = config.parsed_cache
+    if cache is not None and cache.kind == "min":
+        smallest_cache = int(handle.plan(minimum)["experts"]["capacity_bytes"])
+    n_cache = planner.cache_bytes(cache, expert_bytes=int(plan["experts"]["total_bytes"]), minimum=smallest_cache)
+    if budget.kind == "min" and n_cache:
+        minimum = int(handle.plan(0, n_cache)["minimum_budget_bytes"])
+    n_bytes = planner.budget_bytes(
+        budget,
+        minimum=minimum,
+        full=int(plan["full_budget_bytes"]),
+        file_bytes=int(handle.index()["file_bytes"]),
+        automatic=probe.automatic_budget().n_bytes if budget.kind == "auto" else 0,
+    )
+    return n_bytes, n_cache
+
+
+@contextlib.contextmanager
+def measured(path: str | os.PathLike[str], config: StreamConfig, wish: ContextWish) -> Iterator[Measured]:
+    """Run llama.cpp's loading and reservation without memory or weights, so that plans are exact.
+
+    Raises:
+        ModelFileError, UnsupportedError, ArgumentError: as for loading.
+    """
+    from . import loading
+
+    with ModelHandle(path, config) as handle:
+        shape = planner.Shape.from_index(handle.index())
+        sizes = wish.sizes(shape)
+        params = loading.context_params(sizes, n_threads=wish.threads, flash_attn=wish.flash_attn)
+        with loading.opened(os.fspath(path), handle.load_scope(no_alloc=True), params):
+            yield Measured(handle, shape, sizes)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a forecast is made of. Fields are None where something could not be measured; the reasons say so."""
+
+    compute: kernel_rate.ComputeRate | None
+    compute_reason: str
+    drive: probe.DriveRate | None
+    drive_reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+READ_BLOCK_BYTES = 1 << 20  # the runtime's largest single read
+READ_DEPTH = 4
+
+
+def measure_speeds(handle: ModelHandle, n_threads: int) -> Speeds:
+    """Time the drive under the model and the processor on the model's weight types: about two seconds."""
+    shards = handle.index()["shards"]
+    largest = max(shards, key=lambda shard: int(shard["bytes"]))["path"]
+    drive = probe.drive_rate(largest, READ_BLOCK_BYTES, READ_DEPTH, sequential=True, duration_ms=600)
+    drive_reason = f"sequential reads of 1 MiB, {READ_DEPTH} at once, {'past' if drive.direct else 'through'} the page cache"
+    try:
+        compute = kernel_rate.compute_rate(handle.index(), n_threads)
+    except LibraryError as error:
+        return Speeds(None, str(error), drive, drive_reason)
+    return Speeds(compute, compute.reason, drive, drive_reason)
