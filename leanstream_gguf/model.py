@@ -1,0 +1,318 @@
+"""`Llama`: llama_cpp.Llama with a memory budget. Everything about weights and memory is delegated to runtime.py.
+
+Without `memory_budget` and `stream` this class is its parent. With them, the parent's constructor runs inside a load
+scope in which llama.cpp gives the weights to our runtime; two properties intercept what the constructor assigns, so that
+nothing in llama_cpp is patched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from ._lib import native
+from .errors import ArgumentError, LeanStreamWarning, StateError, UnsupportedError
+from .settings import Budget, CacheBudget, StreamConfig
+
+native()  # points llama_cpp at our libraries and refuses a mismatch, before the import below
+
+import llama_cpp  # noqa: E402
+import numpy as np  # noqa: E402
+from llama_cpp import _internals as internals  # noqa: E402
+
+from . import planner  # noqa: E402
+from .loading import construction, recorded_log, refusal  # noqa: E402
+from .measure import resolve  # noqa: E402
+from .runtime import ModelHandle  # noqa: E402
+from .stats import Memory, Stats  # noqa: E402
+
+_Parent = llama_cpp.llama.Llama
+
+
+class StreamedContext(internals.LlamaContext):
+    """A llama_cpp context whose decode raises the typed error of a failed read. Made by changing an instance's class."""
+
+    _leanstream: ModelHandle
+    _n_outputs_max: int  # rows of logits reserved, 0 = one for every token of a batch
+
+    def decode(self, batch: internals.LlamaBatch) -> None:
+        """Run the batch.
+
+        Raises:
+            ReadError: weights could not be read; the batch left no trace and the context can be used on.
+            UnsupportedError: more outputs than were reserved (llama.cpp would abort the process).
+        """
+        self._check_outputs(batch)
+        cause: BaseException | None = None
+        try:
+            super().decode(batch)
+        except RuntimeError as error:
+            cause = error
+        self._settle(cause)
+
+    def encode(self, batch: internals.LlamaBatch) -> None:
+        """Like `decode()`, for encoders."""
+        cause: BaseException | None = None
+        try:
+            super().encode(batch)
+        except RuntimeError as error:
+            cause = error
+        self._settle(cause)
+
+    def _settle(self, cause: BaseException | None) -> None:
+        # Also after success: a failed read lets the graph finish with zeros, and only this tells.
+        self._leanstream.raise_context_error(self.ctx, cause)
+        if cause is not None:
+            raise cause
+
+    def _check_outputs(self, batch: internals.LlamaBatch) -> None:
+        if self._n_outputs_max == 0 or batch.batch.n_tokens <= self._n_outputs_max:
+            return
+        wanted = sum(1 for flag in batch.batch.logits[: batch.batch.n_tokens] if flag)
+        if wanted > self._n_outputs_max:
+            raise UnsupportedError(
+                f"the batch asks for the logits of {wanted} tokens, but {self._n_outputs_max} were reserved",
+                remedy="load the model with logits_all=True",
+            )
+
+
+def as_streamed(context: internals.LlamaContext, handle: ModelHandle, n_outputs_max: int) -> StreamedContext:
+    """Make this one context a StreamedContext of `handle`."""
+    vars(context).update(_leanstream=handle, _n_outputs_max=n_outputs_max)
+    context.__class__ = StreamedContext
+    assert isinstance(context, StreamedContext)
+    return context
+
+
+class StreamHandle:
+    """`llm.stream`: statistics and live settings of a streamed model.
+
+    On a model that was loaded without a budget, `active` is False and everything else raises StateError.
+    """
+
+    def __init__(self, handle: ModelHandle | None, config: StreamConfig | None, budget: Budget | None) -> None:
+        self._handle = handle
+        self.config = config
+        self.budget = budget
+
+    @property
+    def active(self) -> bool:
+        return self._handle is not None and not self._handle.closed
+
+    def _require(self) -> ModelHandle:
+        if self._handle is None:
+            raise StateError("this model is not streamed", remedy="load it with memory_budget=...")
+        return self._handle
+
+    def stats(self) -> Stats:
+        """Bytes read, hits, misses, stalls and more since loading or `reset_stats()`."""
+        return self._require().stats()
+
+    def reset_stats(self) -> None:
+        self._require().reset_stats()
+
+    def memory(self) -> Memory:
+        """Bytes by purpose."""
+        return self._require().memory()
+
+    def plan(self) -> dict[str, Any]:
+        """What is pinned, streamed and cached under the budget in force."""
+        return self._require().plan()
+
+    def set_budget(self, value: Budget | int | str, *, cache: CacheBudget | int | str | None = None) -> None:
+        """Change the budget while the model runs, up or down; in force when this returns.
+
+        Args:
+            value: as `memory_budget` of Llama.
+            cache: as `cache_budget` of StreamConfig; None keeps what was configured.
+
+        Raises:
+            BudgetError: below the minimum, which is in `limit`; nothing changes then.
+        """
+        handle = self._require()
+        budget = Budget.parse(value)
+        assert self.config is not None
+        config = self.config if cache is None else dataclasses.replace(self.config, cache_budget=cache)
+        handle.set_budget(*resolve(handle, budget, config))
+        self.budget, self.config = budget, config
+
+    def set_policy(self, name: str, **params: float) -> None:
+        """Change what the expert cache keeps: `lru`, `lfu` (half_life), `slru` (protected_share)."""
+        self._require().set_policy(name, params)
+
+    def pin(self, layer: int, ids: Sequence[int]) -> None:
+        """Keep these experts of a layer resident, replacing earlier pins of the layer; an empty list unpins."""
+        self._require().pin(layer, ids)
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    """Settings of the parent that cannot hold for a streamed model, refused by name."""
+    if options.get("lora_path") or options.get("lora_base"):
+        raise UnsupportedError("LoRA adapters cannot be applied to streamed weights", remedy="merge the adapter into the GGUF")
+    if options.get("use_mlock"):
+        raise UnsupportedError("use_mlock=True keeps the whole file in memory, which a memory budget contradicts")
+    if options.get("n_gpu_layers", 0) and llama_cpp.llama_supports_gpu_offload():
+        raise UnsupportedError("n_gpu_layers with a memory budget is not supported yet", remedy="leave n_gpu_layers at 0")
+
+
+class Llama(_Parent):
+    """llama_cpp.Llama under a hard memory budget, with the same output.
+
+    Args:
+        model_path: an unmodified GGUF file, or the first of a split set.
+        memory_budget: `"2GiB"`, bytes, `"55%"` (of the model file), `"auto"` (the memory limit of the machine or its
+            cgroup less a reserve), `"min"` or `"full"`. It bounds the whole process: weights, context, buffers, caches
+            and the interpreter. None without `stream` loads exactly as llama_cpp does.
+        stream: how to stream (StreamConfig); given alone, the budget is `"full"`.
+        **options: everything llama_cpp.Llama takes. Where n_ctx, n_batch and n_ubatch are not given, a streamed model
+            gets values chosen from its shape (`leanstream plan` prints them), the same at every budget.
+
+    Raises:
+        ArgumentError, ModelFileError, UnsupportedError, BudgetError, OutOfMemoryError, LibraryError: see errors.py.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        memory_budget: Budget | int | str | None = None,
+        stream: StreamConfig | None = None,
+        **options: Any,
+    ) -> None:
+        self._handle: ModelHandle | None = None
+        self._n_outputs_max = 0
+        self._failed = False
+        self.stream = StreamHandle(None, None, None)
+        if stream is not None and not isinstance(stream, StreamConfig):
+            raise ArgumentError(f"stream must be a StreamConfig, not {type(stream).__name__}")
+        if (memory_budget is None and stream is None) or options.get("vocab_only"):
+            with construction:
+                super().__init__(model_path, **options)
+            return
+        budget = Budget.parse("full" if memory_budget is None else memory_budget)
+        try:
+            self._open(os.fspath(model_path), budget, stream or StreamConfig(), options)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, model_path: str, budget: Budget, config: StreamConfig, options: dict[str, Any]) -> None:
+        _refuse(options)
+        self._handle = handle = ModelHandle(model_path, config)
+        all_logits = bool(options.get("logits_all")) or options.get("draft_model") is not None
+        defaults = planner.context_defaults(
+            planner.Shape.from_index(handle.index()),
+            **{name: options.get(name) for name in ("n_ctx", "n_batch", "n_ubatch")},
+            all_logits=all_logits,
+            embedding=bool(options.get("embedding")),
+            flash_attn=bool(options.get("flash_attn")),
+        )
+        options |= {"n_ctx": defaults.n_ctx, "n_batch": defaults.n_batch, "n_ubatch": defaults.n_ubatch}
+        if options.get("op_offload") is None:
+            options["op_offload"] = False  # streamed weights live in host memory and are not copied to a device
+        self._n_outputs_max = defaults.n_outputs_max
+        self._construct(handle, model_path, options)
+        as_streamed(self._ctx, handle, self._n_outputs_max)
+        if not all_logits:
+            # Never written then; llama_cpp would only touch its n_batch rows when it restores a state.
+            self.scores = np.empty((1, self._n_vocab), dtype=np.single)
+        n_bytes, n_cache = resolve(handle, budget, config)
+        handle.activate(n_bytes, n_cache, self.scores.nbytes if all_logits else 0)
+        if config.policy != "lru":
+            handle.set_policy(config.policy, config.policy_params)
+        self.stream = StreamHandle(handle, config, budget)
+        for text in handle.plan().get("warnings", ()):
+            warnings.warn(text, LeanStreamWarning, stacklevel=3)
+
+    def _construct(self, handle: ModelHandle, model_path: str, options: dict[str, Any]) -> None:
+        """The parent's constructor in the load scope; a refusal of llama.cpp becomes a typed error with its reason."""
+        with construction, recorded_log() as log, handle.load_scope():
+            try:
+                super().__init__(model_path, **options)
+            except ValueError as error:
+                if not hasattr(self, "_context_params"):
+                    raise  # an argument of the parent
+                if not hasattr(self, "_model"):
+                    raise refusal(model_path, log) from error
+                reason = log[0] if log else "it gave no reason"
+                raise ArgumentError(f"llama.cpp refuses these context settings: {reason}", path=model_path) from error
+
+    @property
+    def context_params(self) -> llama_cpp.llama_context_params:
+        """Parameters of the context; the parent's constructor assigns them, and we add the output limit then."""
+        return self._context_params
+
+    @context_params.setter
+    def context_params(self, params: llama_cpp.llama_context_params) -> None:
+        params.n_outputs_max = self._n_outputs_max
+        self._context_params = params
+
+    # ---- after a failed read, as if it had not happened -------------------------------------------------------------
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate tokens: all of them, or none if an error is raised (models with recurrent state start over then)."""
+        if self._handle is None:
+            super().eval(tokens)
+            return
+        n_before = self.n_tokens
+        try:
+            super().eval(tokens)
+        except BaseException:
+            self.n_tokens = n_before
+            self._requires_eval = True
+            self._failed = True
+            if self._is_recurrent or self._is_hybrid:
+                self.reset()  # type: ignore[no-untyped-call]
+            raise
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
+        """Tokens after a prompt; see llama_cpp.Llama.generate. The call after an error starts from an empty context."""
+        if self._failed and _bound_argument(_Parent.generate, "reset", (self, tokens, *args), kwargs):
+            self.n_tokens = 0
+        self._failed = False
+        return (yield from super().generate(tokens, *args, **kwargs))
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free context, model and streamed weights, in this order. Idempotent."""
+        if hasattr(self, "_stack"):
+            super().close()  # context, then model
+        handle = getattr(self, "_handle", None)
+        if handle is not None:
+            handle.close()
+
+    def __enter__(self) -> Llama:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        if self.stream.config is not None:
+            state |= {"memory_budget": self.stream.budget, "stream": self.stream.config}
+        return state
+
+
+def _bound_argument(function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments[name]
+
+
+def _merged_signature(parent: inspect.Signature, own: inspect.Signature) -> inspect.Signature:
+    """The parent's parameters with ours added before its **kwargs, for help() and inspect."""
+    parameters = [p for p in parent.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters += [own.parameters[name] for name in ("memory_budget", "stream")]
+    return parent.replace(parameters=parameters + [p for p in parent.parameters.values() if p.kind is p.VAR_KEYWORD])
+
+
+Llama.__init__.__signature__ = _merged_signature(  # type: ignore[attr-defined]
+    inspect.signature(_Parent.__init__), inspect.signature(Llama.__init__)
+)
+Llama.generate.__signature__ = inspect.signature(_Parent.generate)  # type: ignore[attr-defined]
