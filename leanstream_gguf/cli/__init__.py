@@ -1,0 +1,51 @@
+"""The `leanstream` command: a table of sub-commands, each a module with `add_parser()` and `run()`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+# name -> module. Modules import what is heavy inside run(), so that --help answers at once.
+COMMANDS = {
+    "run": ".run",
+    "plan": ".plan",
+    "inspect": ".inspect",
+    "verify": ".verify",
+    "doctor": ".doctor",
+}
+
+_EPILOG = """\
+sizes: 900MiB, 2GiB, 1.5GB or a number of bytes; K, M, G alone are powers of 1024.
+exit status: 0 success; 1 verification failed or another error; 2 wrong arguments; 3 the model file; 4 not supported;
+  5 too little memory; 6 reading failed during use; 7 the native libraries; 130 interrupted.
+
+examples:
+  leanstream plan -m model.gguf                       what fits here, and how fast it would be
+  leanstream run -m model.gguf -p "Once upon a time" --memory 2GiB
+  leanstream run -m model.gguf --memory auto          chat
+  leanstream verify -m model.gguf --memory min        prove that streaming changes no bit
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    from .. import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="leanstream",
+        description="Run GGUF models larger than the memory you give them, with the output they always had.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"leanstream {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in COMMANDS.values():
+        importlib.import_module(module, __name__).add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status; only --help and wrong usage exit by themselves."""
+    from ._common import guarded
+
+    return guarded(_parser().parse_args(argv))

@@ -1,0 +1,119 @@
+"""What the sub-commands share: options, output, and errors as one line, as JSON and as an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+from ..errors import LeanStreamError
+from ..settings import ENV_CACHE, ENV_MEMORY, IO_BACKENDS, POLICIES, Budget, CacheBudget, StreamConfig
+
+INTERRUPTED = 130
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-m", "--model", required=True, metavar="FILE", help="GGUF file, or the first file of a split set")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output, errors included")
+
+
+def add_memory(parser: argparse.ArgumentParser, default: str = "auto") -> None:
+    """--memory and --cache, with the environment as their default."""
+    group = parser.add_argument_group("memory")
+    group.add_argument(
+        "--memory",
+        metavar="SIZE",
+        default=os.environ.get(ENV_MEMORY) or default,
+        help="bound for the whole process: a size, 55%% (of the model file), auto (the machine's or cgroup's limit less a "
+        f"reserve), min or full; default {default}, or {ENV_MEMORY}",
+    )
+    group.add_argument(
+        "--cache",
+        metavar="SIZE",
+        default=os.environ.get(ENV_CACHE) or None,
+        help=f"size of the expert cache alone: a size, 25%% (of the experts) or min; default: what is left, or {ENV_CACHE}",
+    )
+
+
+def add_context(parser: argparse.ArgumentParser) -> None:
+    """Options that shape the context; unset ones are chosen from the model's shape."""
+    group = parser.add_argument_group("context (unset: chosen from the model's shape, never from the budget)")
+    group.add_argument("--ctx", type=int, metavar="N", help="context length in tokens; 0 = what the model was trained for")
+    group.add_argument("--batch", type=int, metavar="N", help="largest number of tokens in one call")
+    group.add_argument("--ubatch", type=int, metavar="N", help="tokens computed at once; each of them reads all streamed bytes once")
+    group.add_argument("--threads", type=int, metavar="N", help="compute threads; default: the processors available")
+    group.add_argument("--flash-attn", action="store_true", help="use flash attention (smaller buffers, other rounding)")
+
+
+def add_streaming(parser: argparse.ArgumentParser) -> None:
+    """Options that change how bytes are read and kept, never the output."""
+    group = parser.add_argument_group("streaming (none of these changes the output)")
+    group.add_argument("--policy", choices=sorted(POLICIES), default="lru", help="what the expert cache keeps; default lru")
+    group.add_argument("--io-threads", type=int, default=0, metavar="N", help="reading threads; default chosen")
+    group.add_argument("--io-depth", type=int, default=0, metavar="N", help="reads in flight with io_uring; default chosen")
+    group.add_argument("--io-backend", choices=sorted(IO_BACKENDS), default="auto", help="how to read; default auto")
+    group.add_argument("--buffered", action="store_true", help="read through the page cache instead of bypassing it")
+    group.add_argument("--ring-slots", type=int, default=0, metavar="N", help="read-ahead buffers for layers; default chosen")
+
+
+def stream_config(args: argparse.Namespace) -> StreamConfig:
+    """The StreamConfig of `add_streaming()` and `--cache`.
+
+    Raises:
+        ArgumentError: a value out of range.
+    """
+    return StreamConfig(
+        cache_budget=None if args.cache is None else CacheBudget.parse(args.cache, name="--cache"),
+        policy=args.policy,
+        io_threads=args.io_threads,
+        io_depth=args.io_depth,
+        io_backend=args.io_backend,
+        direct_io=not args.buffered,
+        ring_slots=args.ring_slots,
+    )
+
+
+def budget(args: argparse.Namespace) -> Budget:
+    return Budget.parse(args.memory, name="--memory")
+
+
+def note(text: str) -> None:
+    """A line for people, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """One line, so that the last line of standard output is the document."""
+    print(json.dumps(document), flush=True)
+
+
+def table(rows: list[tuple[str, ...]], *, indent: str = "  ") -> str:
+    """Columns padded to their widest cell; the first is left-aligned, the others right-aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append(indent + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def guarded(args: argparse.Namespace) -> int:
+    """Run the chosen command; an error is one line on standard error (and JSON with --json), never a traceback."""
+    try:
+        return int(args.run(args) or 0)
+    except LeanStreamError as error:
+        if getattr(args, "json", False):
+            print_json({"error": error.to_dict()})
+        note(f"leanstream: {' '.join(str(error).split())}")
+        return error.exit_status
+    except KeyboardInterrupt:
+        note("leanstream: interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads: keep the interpreter from complaining at exit
+        return 0

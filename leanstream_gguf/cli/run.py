@@ -1,0 +1,267 @@
+"""`leanstream run`: complete a prompt, or chat, under a memory budget."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ArgumentError
+from ..units import format_bytes, format_rate
+from . import _common
+
+if TYPE_CHECKING:
+    from ..model import Llama
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="complete a prompt, or chat, under a memory budget",
+        description="Complete a prompt, or chat if there is none. Text goes to standard output, a summary to standard error. "
+        "With --json the only output is one document: text, tokens, tokens_per_second, prefill_seconds, load_seconds, "
+        "peak_rss_bytes, budget_bytes, bytes_read, hit_ratio, mode, and more.",
+    )
+    _common.add_model(parser)
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue; without it: a chat, or standard input")
+    parser.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
+    parser.add_argument("-n", "--tokens", type=int, default=128, metavar="N", help="tokens to generate at most; default 128")
+    parser.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message of a chat")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+    parser.add_argument("--temp", type=float, default=0.8, metavar="T", help="temperature, 0 = always the likeliest; default 0.8")
+    parser.add_argument("--top-k", type=int, default=40, metavar="K", help="sample from the K likeliest; default 40")
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="sample from this much probability; default 0.95")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampler; default 0")
+    _common.add_memory(parser)
+    _common.add_context(parser)
+    _common.add_streaming(parser)
+    parser.add_argument("-v", "--verbose", action="store_true", help="llama.cpp's log on standard error")
+    _common.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+@dataclass
+class Answer:
+    """One generation as it happens; times in seconds."""
+
+    n_prompt: int = 0
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the tokens after the first, which belongs to the prompt's run; 0 if there are none."""
+        return (len(self.tokens) - 1) / self.decode_seconds if len(self.tokens) > 1 and self.decode_seconds else 0.0
+
+
+def generate(llm: Llama, tokens: list[int], args: argparse.Namespace, answer: Answer) -> Iterator[str]:
+    """Pieces of text as they become valid UTF-8; `answer` is filled on the way."""
+    import llama_cpp
+
+    vocab, decoder = llm._model.vocab, codecs.getincrementaldecoder("utf-8")("replace")
+    llm.set_seed(args.seed)
+    answer.n_prompt = len(tokens)
+    start = time.monotonic()
+    stream = llm.generate(tokens, top_k=args.top_k, top_p=args.top_p, temp=args.temp)
+    for token in stream:
+        now = time.monotonic()
+        answer.prefill_seconds = answer.prefill_seconds or now - start
+        answer.decode_seconds = now - start - answer.prefill_seconds
+        if llama_cpp.llama_vocab_is_eog(vocab, token) and not args.ignore_eos:
+            break
+        answer.tokens.append(token)
+        piece = decoder.decode(_piece(vocab, token))
+        answer.text += piece
+        yield piece
+        if len(answer.tokens) >= args.tokens:
+            break
+    stream.close()
+    rest = decoder.decode(b"", final=True)
+    answer.text += rest
+    yield rest
+
+
+def _piece(vocab: Any, token: int) -> bytes:
+    """The bytes of a token, whatever their number; b"" for control tokens."""
+    import ctypes
+
+    import llama_cpp
+
+    size = 64
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        n_bytes = llama_cpp.llama_token_to_piece(vocab, token, buffer, size, 0, False)
+        if n_bytes >= 0:
+            return buffer.raw[:n_bytes]
+        size = -n_bytes
+
+
+def chat_prompt(llm: Llama, messages: list[dict[str, str]]) -> tuple[list[int], list[str]]:
+    """Tokens of a conversation in the model's own template (ChatML where the file has none), and stop texts."""
+    from llama_cpp import llama_chat_format
+
+    template = llm.metadata.get("tokenizer.chat_template") or llama_chat_format.CHATML_CHAT_TEMPLATE
+    bos, eos = (llm._model.token_get_text(t) if t != -1 else "" for t in (llm.token_bos(), llm.token_eos()))
+    formatter = llama_chat_format.Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)
+    reply = formatter(messages=messages)  # type: ignore[arg-type]  # plain dicts are what it takes
+    text = reply.prompt
+    add_bos = bool(llm._model.add_bos_token()) and not (bos and text.startswith(bos))
+    stop = [reply.stop] if isinstance(reply.stop, str) else list(reply.stop or [])
+    return llm.tokenize(text.encode(), add_bos=add_bos, special=True), stop
+
+
+def _prompt_text(args: argparse.Namespace) -> str | None:
+    """The prompt, or None for a chat at the terminal."""
+    if args.prompt is not None and args.file is not None:
+        raise ArgumentError("give -p or -f, not both")
+    if args.prompt is not None:
+        return str(args.prompt)
+    if args.file is not None:
+        try:
+            return Path(args.file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ArgumentError(f"cannot read the prompt from {args.file}: {error}", path=args.file) from error
+    return None if sys.stdin.isatty() else sys.stdin.read()
+
+
+def _load(args: argparse.Namespace) -> tuple[Llama, float]:
+    """The model and how many seconds it took."""
+    from .. import Llama
+    from ..probe import cpu_count
+
+    threads = args.threads or cpu_count()
+    settings = {"n_ctx": args.ctx, "n_batch": args.batch, "n_ubatch": args.ubatch}
+    start = time.monotonic()
+    llm = Llama(
+        args.model,
+        memory_budget=_common.budget(args),
+        stream=_common.stream_config(args),
+        n_threads=threads,
+        n_threads_batch=threads,
+        flash_attn=args.flash_attn,
+        seed=args.seed,
+        verbose=args.verbose,
+        **{name: value for name, value in settings.items() if value is not None},
+    )
+    return llm, time.monotonic() - start
+
+
+def _check_length(llm: Llama, tokens: list[int]) -> None:
+    if not tokens:
+        raise ArgumentError("the prompt is empty")
+    if len(tokens) >= llm.n_ctx():
+        raise ArgumentError(
+            f"the prompt has {len(tokens)} tokens, but the context holds {llm.n_ctx()}",
+            used=len(tokens),
+            limit=llm.n_ctx(),
+            remedy="shorten it or raise --ctx",
+        )
+
+
+def report(llm: Llama, answer: Answer, load_seconds: float, path: str) -> dict[str, Any]:
+    """The final document."""
+    from ..probe import peak_resident_bytes
+
+    stats, plan = llm.stream.stats(), llm.stream.plan()
+    return {
+        "model": path,
+        "mode": plan["mode"],
+        "text": answer.text,
+        "prompt_tokens": answer.n_prompt,
+        "tokens": len(answer.tokens),
+        "tokens_per_second": round(answer.tokens_per_second, 3),
+        "prefill_seconds": round(answer.prefill_seconds, 4),
+        "prefill_tokens_per_second": round(answer.n_prompt / answer.prefill_seconds, 3) if answer.prefill_seconds else 0.0,
+        "load_seconds": round(load_seconds, 4),
+        "peak_rss_bytes": peak_resident_bytes(),
+        "budget_bytes": plan["budget_bytes"],
+        "bytes_read": stats.read_bytes,
+        "load_bytes": stats.load_bytes,
+        "hit_ratio": stats.hit_ratio,
+        "stall_share": stats.stall_share,
+        "n_ctx": llm.n_ctx(),
+        "n_batch": llm.n_batch,
+        "n_ubatch": llm.context_params.n_ubatch,
+        "n_threads": llm.n_threads,
+        "memory": llm.stream.memory().to_dict(),
+    }
+
+
+def summary(document: dict[str, Any]) -> str:
+    """The final document in one or two lines."""
+    hits = "no reads needed" if document["hit_ratio"] is None else f"{document['hit_ratio'] * 100:.1f} % hits"
+    budget = format_bytes(document["budget_bytes"]) if document["budget_bytes"] else "no bound"
+    return (
+        f"{document['tokens_per_second']:.2f} tokens/s ({document['tokens']} tokens), "
+        f"prefill {document['prefill_tokens_per_second']:.1f} tokens/s ({document['prompt_tokens']} tokens), "
+        f"loaded in {document['load_seconds']:.2f} s\n"
+        f"peak memory {format_bytes(document['peak_rss_bytes'])} (budget {budget}), "
+        f"read {format_bytes(document['bytes_read'])} while running, {hits}, mode {document['mode']}"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.tokens < 1:
+        raise ArgumentError(f"-n must be at least 1, not {args.tokens}")
+    prompt = _prompt_text(args)
+    llm, load_seconds = _load(args)
+    with llm:
+        if prompt is None:
+            return _interactive(llm, args)
+        if args.chat or args.system:
+            tokens, _ = chat_prompt(llm, _messages(args.system, prompt))
+        else:
+            tokens = llm.tokenize(prompt.encode(), add_bos=bool(llm._model.add_bos_token()), special=True)
+        _check_length(llm, tokens)
+        answer = Answer()
+        for piece in generate(llm, tokens, args, answer):
+            if not args.json:
+                print(piece, end="", flush=True)
+        document = report(llm, answer, load_seconds, args.model)
+    if args.json:
+        _common.print_json(document)
+    else:
+        print()
+        _common.note(summary(document))
+    return 0
+
+
+def _messages(system: str | None, prompt: str) -> list[dict[str, str]]:
+    head = [{"role": "system", "content": system}] if system else []
+    return [*head, {"role": "user", "content": prompt}]
+
+
+def _interactive(llm: Llama, args: argparse.Namespace) -> int:
+    """A chat at the terminal; an empty line or end of input leaves."""
+    history = [{"role": "system", "content": args.system}] if args.system else []
+    plan = llm.stream.plan()
+    _common.note(f"{args.model}: {plan['mode']}, budget {args.memory}. Empty line or Ctrl-D leaves, Ctrl-C stops an answer.")
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            line = ""
+        if not line:
+            return 0
+        history.append({"role": "user", "content": line})
+        tokens, _ = chat_prompt(llm, history)
+        _check_length(llm, tokens)
+        answer = Answer()
+        try:
+            for piece in generate(llm, tokens, args, answer):
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            pass  # the answer so far stays in the conversation
+        print()
+        history.append({"role": "assistant", "content": answer.text})
+        stats = llm.stream.stats()
+        rate = f", {format_rate(stats.read_bandwidth)}" if stats.read_bandwidth else ""
+        _common.note(f"[{answer.tokens_per_second:.2f} tokens/s, read {format_bytes(stats.read_bytes)}{rate}]")
