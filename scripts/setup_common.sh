@@ -16,13 +16,12 @@ die()  { printf '[%4ds] error: %s\n' "$SECONDS" "$*" >&2; exit 1; }
 run_logged() {
     printf '\n$ %s\n' "$*" >>"$LOG"
     "$@" >>"$LOG" 2>&1 &
-    local pid=$! shown="" now
+    local pid=$! now next=$((SECONDS + 10))
     while kill -0 "$pid" 2>/dev/null; do
         sleep 0.3
-        now=$(tail -n 50 "$LOG" | grep -o '^ *\[[0-9]*/[0-9]*\]' | tail -n 1) || continue
-        if [ "$now" != "$shown" ] && [ $((SECONDS % 10)) -eq 0 ]; then
-            step "   $now"
-            shown=$now
+        if [ "$SECONDS" -ge "$next" ]; then
+            now=$(tail -n 50 "$LOG" | grep -o '^ *\[[0-9]*/[0-9]*\]' | tail -n 1) && step "   $now"
+            next=$((SECONDS + 10))
         fi
     done
     wait "$pid" && return

@@ -38,6 +38,7 @@ fi
 
 step "lint"
 ruff check .
+ruff format --check .
 mypy
 if [ "$native" = 1 ] && [ -f tests/native/CMakeLists.txt ]; then
     native_tests

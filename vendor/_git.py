@@ -107,8 +107,7 @@ class Checkout:
 
     def apply_mailbox(self, patch: bytes, three_way: bool = False) -> None:
         flags = ["--3way"] if three_way else []
-        self.run("am", "--quiet", "--keep", "--keep-cr", "--committer-date-is-author-date", "--whitespace=nowarn",
-                 *flags, stdin=patch)
+        self.run("am", "--quiet", "--keep", "--keep-cr", "--committer-date-is-author-date", "--whitespace=nowarn", *flags, stdin=patch)
 
     def format_patches(self, base: str) -> list[bytes]:
         """The commits since base as mailbox patches, oldest first, the same bytes on every machine."""

