@@ -18,6 +18,7 @@ from .planner import ContextDefaults
 native()  # before llama_cpp is imported
 import llama_cpp.llama_cpp as low_level  # noqa: E402
 from llama_cpp import _internals as internals  # noqa: E402
+from llama_cpp._logger import set_verbose  # noqa: E402
 
 # llama_cpp redirects file descriptors 1 and 2 while it loads quietly, and the log callback is one for the process: two
 # loads at once would lose the descriptors for good.
@@ -81,6 +82,7 @@ def opened(
         FormatError, UnsupportedError: llama.cpp refuses the file. ArgumentError: it refuses the parameters.
     """
     low_level.llama_backend_init()
+    set_verbose(verbose)
     model_params = low_level.llama_model_default_params()
     model_params.n_gpu_layers = 0
     model_params.use_extra_bufts = not in_file_layout

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from . import kernel_rate, planner, probe
-from .errors import LibraryError
+from .errors import BudgetError, LibraryError
 from .runtime import ModelHandle
 from .settings import Budget, StreamConfig
+
+MINIMUM_ATTEMPTS = 4
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,10 @@ class Measured:
     shape: planner.Shape
     sizes: planner.ContextDefaults
 
-    def resolve(self, budget: Budget, config: StreamConfig) -> tuple[int, int]:
-        """(budget_bytes, cache_bytes), 0 = no bound and chosen; see planner.py."""
-        return resolve(self.handle, budget, config)
+    def plan(self, budget: Budget, config: StreamConfig) -> dict[str, Any]:
+        """The plan for a budget as asked for; `full` is planned at the smallest budget that keeps everything resident."""
+        full = int(self.handle.plan()["full_budget_bytes"])
+        return at(self.handle, budget, config, lambda n_bytes, n_cache: self.handle.plan(n_bytes or full, n_cache))
 
 
 def resolve(handle: ModelHandle, budget: Budget, config: StreamConfig) -> tuple[int, int]:
@@ -74,6 +79,35 @@ def resolve(handle: ModelHandle, budget: Budget, config: StreamConfig) -> tuple[
         automatic=probe.automatic_budget().n_bytes if budget.kind == "auto" else 0,
     )
     return n_bytes, n_cache
+
+
+def at(handle: ModelHandle, budget: Budget, config: StreamConfig, call: Callable[[int, int], _T]) -> _T:
+    """`call(budget_bytes, cache_bytes)` with a budget as asked for.
+
+    Raises:
+        BudgetError: below the minimum, which is in `limit`.
+    """
+    n_bytes, n_cache = resolve(handle, budget, config)
+    for _ in range(MINIMUM_ATTEMPTS):
+        try:
+            return call(n_bytes, n_cache)
+        except BudgetError as error:
+            # The process itself grew a little since the minimum was computed; any other budget was named by the caller.
+            if budget.kind != "min" or error.limit is None:
+                raise
+            n_bytes = error.limit
+    return call(n_bytes, n_cache)
+
+
+def activate(handle: ModelHandle, budget: Budget, config: StreamConfig) -> None:
+    """Activate a loaded model under a budget as asked for, with its policy.
+
+    Raises:
+        BudgetError: below the minimum, which is in `limit`.
+    """
+    at(handle, budget, config, handle.activate)
+    if config.policy != "lru":
+        handle.set_policy(config.policy, config.policy_params)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from llama_cpp import _internals as internals  # noqa: E402
 
 from . import planner  # noqa: E402
 from .loading import construction, recorded_log, refusal  # noqa: E402
-from .measure import resolve  # noqa: E402
+from .measure import activate, resolve  # noqa: E402
 from .runtime import ModelHandle  # noqa: E402
 from .stats import Memory, Stats  # noqa: E402
 
@@ -220,10 +220,9 @@ class Llama(_Parent):
         if not all_logits:
             # Never written then; llama_cpp would only touch its n_batch rows when it restores a state.
             self.scores = np.empty((1, self._n_vocab), dtype=np.single)
-        n_bytes, n_cache = resolve(handle, budget, config)
-        handle.activate(n_bytes, n_cache, self.scores.nbytes if all_logits else 0)
-        if config.policy != "lru":
-            handle.set_policy(config.policy, config.policy_params)
+        else:
+            handle.baseline_bytes += self.scores.nbytes
+        activate(handle, budget, config)
         self.stream = StreamHandle(handle, config, budget)
         for text in handle.plan().get("warnings", ()):
             warnings.warn(text, LeanStreamWarning, stacklevel=3)

@@ -44,7 +44,8 @@ class ModelHandle:
 
     Attributes:
         path: the file, as given.
-        baseline_bytes: what this process held before its first streamed model; 0 if another one is alive.
+        baseline_bytes: what this process held before its first streamed model; 0 if another one is alive. Callers add
+            what they allocate for this model themselves before they plan or activate.
     """
 
     def __init__(self, path: str | os.PathLike[str], config: StreamConfig | None = None) -> None:
@@ -152,18 +153,16 @@ class ModelHandle:
             finally:
                 lib.ls_load_end()
 
-    def activate(self, budget_bytes: int, cache_bytes: int = 0, extra_baseline_bytes: int = 0) -> None:
+    def activate(self, budget_bytes: int, cache_bytes: int = 0) -> None:
         """Choose what is resident, allocate it and read the pinned part. Call after the first context exists.
 
         Args:
             budget_bytes: bounds the whole process; 0 = no bound.
             cache_bytes: the expert cache alone; 0 = chosen.
-            extra_baseline_bytes: memory of the caller to charge besides.
 
         Raises:
             BudgetError: below the minimum, which is in `limit`.
         """
-        self.baseline_bytes += extra_baseline_bytes
         with self._use() as (_, lib, model):
             check(lib.ls_model_activate(model, budget_bytes, cache_bytes, self.baseline_bytes))
 

@@ -72,9 +72,7 @@ def run(job: Job) -> dict[str, Any]:
         context = stack.enter_context(loading.opened(job.model, scope, params, in_file_layout=True))
         if handle is not None and job.memory is not None:
             context = as_streamed(context, handle, sizes.n_outputs_max)
-            handle.activate(*measure.resolve(handle, Budget.parse(job.memory), config))
-            if config.policy != "lru":
-                handle.set_policy(config.policy, config.policy_params)
+            measure.activate(handle, Budget.parse(job.memory), config)
         tokens = job.tokens or _tokenize(context.model, job.text, job.n_prompt)
         start = time.monotonic()
         with open(job.out, "wb") as out:

@@ -31,8 +31,6 @@ def run(args: argparse.Namespace) -> int:
     budget, config = _common.budget(args), _common.stream_config(args)
     wish = measure.ContextWish(args.ctx, args.batch, args.ubatch, args.threads, args.flash_attn)
     with measure.measured(args.model, config, wish) as model:
-        n_bytes, n_cache = model.resolve(budget, config)
-        base = model.handle.plan()
         document: dict[str, Any] = {
             "model": args.model,
             "arch": model.shape.arch,
@@ -42,12 +40,9 @@ def run(args: argparse.Namespace) -> int:
             "n_ubatch": model.sizes.n_ubatch,
             "n_threads": wish.threads,
             "flash_attn": args.flash_attn,
-            "asked": {"memory": str(budget), "budget_bytes": n_bytes, "cache_bytes": n_cache, "reason": _reason(budget.kind)},
-            "minimum_budget_bytes": base["minimum_budget_bytes"],
-            "full_budget_bytes": base["full_budget_bytes"],
+            "asked": {"memory": str(budget), "cache": args.cache, "reason": _reason(budget.kind)},
+            **model.plan(budget, config),
         }
-        document |= model.handle.plan(n_bytes or base["full_budget_bytes"], n_cache)
-        document["fits"] = True
         if not args.no_speed:
             speeds = measure.measure_speeds(model.handle, wish.threads)
             document["speeds"] = speeds.to_dict()
@@ -104,8 +99,7 @@ def summary(document: dict[str, Any]) -> str:
         f"everything resident from {format_bytes(document['full_budget_bytes'])}",
         f"  context {document['n_ctx']}, batch {document['n_batch']}, micro-batch {document['n_ubatch']} "
         "(where not given, chosen from the model's shape)",
-        f"  budget {asked['memory']}: {format_bytes(asked['budget_bytes']) if asked['budget_bytes'] else 'no bound'}"
-        f" ({asked['reason']}), mode {document['mode']}",
+        f"  budget {asked['memory']}: {format_bytes(document['budget_bytes'])} ({asked['reason']}), mode {document['mode']}",
         _memory_table(document["memory"]),
     ]
     if dense["total_bytes"]:
