@@ -83,10 +83,10 @@ class Ggml:
 
     def type_id(self, name: str) -> int | None:
         """The ggml_type of a name such as `q4_K`, None if there is none."""
-        for number in range(64):
-            if (self.type_name(number) or b"").decode().lower() == name.lower():
-                return number
-        return None
+        from llama_cpp import GGML_TYPE_COUNT
+
+        names = [(self.type_name(number) or b"").decode().lower() for number in range(GGML_TYPE_COUNT)]
+        return names.index(name.lower()) if name.lower() in names else None
 
     @contextlib.contextmanager
     def context(self, n_bytes: int) -> Iterator[int]:

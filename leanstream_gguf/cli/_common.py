@@ -6,9 +6,10 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from typing import Any
 
-from ..errors import LeanStreamError
+from ..errors import LeanStreamError, LeanStreamWarning
 from ..settings import ENV_CACHE, ENV_MEMORY, IO_BACKENDS, POLICIES, Budget, CacheBudget, StreamConfig
 
 INTERRUPTED = 130
@@ -102,10 +103,17 @@ def table(rows: list[tuple[str, ...]], *, indent: str = "  ") -> str:
     return "\n".join(lines)
 
 
+def _show_warning(message: Warning | str, *_: object) -> None:
+    note(f"leanstream: warning: {message}")
+
+
 def guarded(args: argparse.Namespace) -> int:
     """Run the chosen command; an error is one line on standard error (and JSON with --json), never a traceback."""
     try:
-        return int(args.run(args) or 0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", LeanStreamWarning)
+            warnings.showwarning = _show_warning
+            return int(args.run(args) or 0)
     except LeanStreamError as error:
         if getattr(args, "json", False):
             print_json({"error": error.to_dict()})

@@ -1,0 +1,212 @@
+"""cli: every command's documents, exit statuses and one-line errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leanstream_gguf import cli
+from leanstream_gguf.cli import inspect as inspect_command
+
+Tiny = Callable[..., Path]
+Capture = pytest.CaptureFixture[str]
+
+
+def call(*argv: object) -> int:
+    return cli.main([str(word) for word in argv])
+
+
+def document(capture: Capture) -> dict[str, Any]:
+    """The last line of standard output."""
+    found: dict[str, Any] = json.loads(capture.readouterr().out.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help_answers_without_loading_anything(command: str) -> None:
+    code = f"""
+import sys
+from leanstream_gguf.cli import main
+try:
+    main({[command, "--help"] if command else ["--help"]!r})
+finally:
+    heavy = [name for name in ("llama_cpp", "numpy") if name in sys.modules]
+    print("heavy:", heavy)
+"""
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+    assert time.monotonic() - start < 5
+    assert "heavy: []" in done.stdout
+    assert "usage: leanstream" in done.stdout
+    assert "--json" in done.stdout or not command
+
+
+@pytest.mark.parametrize("argv", [[], ["fly"], ["run"], ["plan", "-m"], ["run", "-m", "x", "--temp", "warm"]])
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        call(*argv)
+    assert stop.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "code"),
+    [
+        (["run", "-m", "none.gguf", "-p", "x", "--memory", "lots"], 2, "argument"),
+        (["run", "-m", "none.gguf", "-p", "x", "-n", "0"], 2, "argument"),
+        (["run", "-m", "none.gguf", "-p", "x", "-f", "y"], 2, "argument"),
+        (["run", "-m", "none.gguf", "-f", "no such prompt"], 2, "argument"),
+        (["run", "-m", "none.gguf", "-p", "x", "--ring-slots", "1"], 2, "argument"),
+        (["verify", "-m", "none.gguf", "--fidelity", "lossy"], 4, "unsupported"),
+        (["verify", "-m", "none.gguf", "--cache", "0"], 2, "argument"),
+    ],
+)
+def test_settings_are_refused_before_the_model_is_touched(argv: list[str], status: int, code: str, capsys: Capture) -> None:
+    assert call(*argv, "--json") == status
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["error"]["code"] == code
+    assert captured.err.startswith("leanstream: ") and captured.err.count("\n") == 1
+
+
+def test_purposes_of_tensors() -> None:
+    def purpose(name: str, *shape: int, tied: bool = False) -> str:
+        return inspect_command.purpose_of({"name": name, "shape": shape or (64, 64)}, tied=tied)
+
+    assert purpose("token_embd.weight") == "embedding"
+    assert purpose("token_embd.weight", tied=True) == "output"
+    assert purpose("per_layer_token_embd.weight", tied=True) == "embedding"
+    assert purpose("output.weight") == "output"
+    assert purpose("output_norm.weight", 64) == "other"
+    assert purpose("blk.0.attn_q.weight") == "attention"
+    assert purpose("blk.0.attn_q.bias", 64) == "other"
+    assert purpose("blk.0.ffn_down.weight") == "ffn"
+    assert purpose("blk.0.ffn_down_exps.weight", 64, 64, 8) == "experts"
+    assert purpose("blk.0.ffn_gate_inp.weight") == "other"
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("native")
+class TestNative:
+    def test_missing_file(self, tmp_path: Path, capsys: Capture) -> None:
+        for command in (["run", "-p", "x"], ["plan"], ["inspect"], ["verify"]):
+            assert call(command[0], "-m", tmp_path / "none.gguf", *command[1:], "--json") == 3
+            captured = capsys.readouterr()
+            assert json.loads(captured.out)["error"]["code"] == "not_found"
+            assert captured.err.count("\n") == 1
+
+    def test_run_json(self, tiny: Tiny, capsys: Capture) -> None:
+        argv = [
+            "run",
+            "-m",
+            tiny("moe_qwen3"),
+            "-p",
+            "the quick",
+            "-n",
+            8,
+            "--memory",
+            "min",
+            "--ctx",
+            64,
+            "--seed",
+            3,
+            "--threads",
+            1,
+        ]
+        assert call(*argv, "--ignore-eos", "--json") == 0
+        found = document(capsys)
+        wanted = "tokens tokens_per_second prefill_seconds load_seconds peak_rss_bytes budget_bytes bytes_read hit_ratio mode text"
+        assert set(wanted.split()) <= set(found)
+        assert found["tokens"] == 8 and found["mode"] == "experts"
+        assert found["budget_bytes"] > 0 and found["bytes_read"] > 0 and found["prefill_seconds"] > 0
+        assert call(*argv, "--ignore-eos", "--json") == 0
+        assert document(capsys)["text"] == found["text"]
+
+    def test_run_prints_text_and_a_summary(self, tiny: Tiny, capsys: Capture) -> None:
+        argv = ["run", "-m", tiny("moe_qwen3"), "-p", "the quick", "-n", 8, "--memory", "full", "--ctx", 64]
+        assert call(*argv) == 0
+        captured = capsys.readouterr()
+        assert "tokens/s" in captured.err and "peak memory" in captured.err
+        assert captured.out.strip()
+
+    def test_run_refuses_a_prompt_that_does_not_fit(self, tiny: Tiny, capsys: Capture) -> None:
+        assert call("run", "-m", tiny("dense_untied"), "-p", "word " * 400, "--memory", "min", "--ctx", 64, "--json") == 2
+        assert document(capsys)["error"]["limit"] >= 64
+
+    def test_run_chat(self, tiny: Tiny, capsys: Capture) -> None:
+        argv = ["run", "-m", tiny("dense_untied"), "-p", "hello", "-n", 4, "--memory", "min", "--ctx", 256, "--chat", "--json"]
+        assert call(*argv) == 0
+        assert document(capsys)["prompt_tokens"] > 2
+
+    def test_run_reads_standard_input(self, tiny: Tiny) -> None:
+        argv = [sys.executable, "-m", "leanstream_gguf", "run", "-m", tiny("dense_untied"), "-n", "2", "--memory", "min", "--json"]
+        root = Path(__file__).parent.parent
+        done = subprocess.run(argv, input="the quick", capture_output=True, text=True, check=True, cwd=root)
+        assert json.loads(done.stdout)["prompt_tokens"] >= 2
+
+    def test_budget_that_is_too_small(self, tiny: Tiny, capsys: Capture) -> None:
+        assert call("run", "-m", tiny("moe_qwen3"), "-p", "x", "--memory", "1MiB", "--json") == 5
+        error = document(capsys)["error"]
+        assert (error["code"], error["used"]) == ("budget", 1 << 20)
+        assert error["limit"] > 1 << 20
+
+    def test_plan(self, tiny: Tiny, capsys: Capture) -> None:
+        assert call("plan", "-m", tiny("moe_qwen3"), "--memory", "min", "--no-speed", "--json") == 0
+        found = document(capsys)
+        assert 0 < found["minimum_budget_bytes"] < found["full_budget_bytes"]
+        assert {"mode", "memory", "dense", "experts", "n_ctx", "n_ubatch"} <= set(found)
+        for memory in ("min", "full", "auto", "min+50%"):
+            assert call("plan", "-m", tiny("moe_qwen3"), "--memory", memory, "--no-speed") == 0
+        assert "smallest budget" in capsys.readouterr().out
+
+    def test_plan_with_speeds(self, tiny: Tiny, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+        from leanstream_gguf import kernel_rate
+
+        monkeypatch.setattr(kernel_rate, "WORKING_SET_BYTES", 1 << 20)
+        monkeypatch.setattr(kernel_rate, "SECONDS_PER_SHAPE", 0.001)
+        assert call("plan", "-m", tiny("dense_untied"), "--memory", "full", "--json") == 0
+        found = document(capsys)
+        assert found["expected_tokens_per_second"] > 0
+        assert found["speeds"]["drive"]["bytes_per_second"] > 0
+
+    def test_inspect(self, tiny: Tiny, capsys: Capture) -> None:
+        assert call("inspect", "-m", tiny("moe_qwen3"), "--json") == 0
+        found = document(capsys)
+        rows = {row["purpose"]: row for row in found["purposes"]}
+        assert rows["experts"]["streamable"] and not rows["output"]["streamable"]
+        assert sum(row["bytes"] for row in rows.values()) == sum(tensor["bytes"] for tensor in found["tensors"])
+        assert found["streamable"] and found["plan"]["minimum_budget_bytes"] > 0
+        assert call("inspect", "-m", tiny("moe_qwen3", 3), "--tensors") == 0
+        text = capsys.readouterr().out
+        assert "00002-of-00003" in text and "blk.0.ffn_up_exps.weight" in text
+
+    def test_verify(self, tiny: Tiny, capsys: Capture) -> None:
+        argv = ["verify", "-m", tiny("moe_qwen3"), "--prompt-tokens", 16, "-n", 4, "--threads", 1]
+        assert call(*argv, "--json") == 0
+        found = document(capsys)
+        assert found["bit_identical"] is True
+        assert {"max_abs_diff", "kl_mean", "kl_noise_floor", "n_tokens"} <= set(found)
+        assert call(*argv, "--reference", tiny("moe_scales")) == 1
+        assert "differ" in capsys.readouterr().out
+
+    def test_doctor(self, tiny: Tiny, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+        from leanstream_gguf.cli import doctor
+
+        monkeypatch.setattr(doctor, "BLOCKS", (4096, 65536))
+        monkeypatch.setattr(doctor, "DEPTHS", (1, 4))
+        monkeypatch.setattr(doctor, "PROBE_FILE_BYTES", 2 << 20)
+        assert call("doctor", "--dir", tmp_path, "--json") == 0
+        found = document(capsys)
+        assert found["libraries"]["llama_cpp_commit"]
+        assert len(found["drive"]["random"]) == 4
+        assert found["advice"] and found["memory"]["auto_budget_bytes"] > 0
+        assert not list(tmp_path.iterdir())
+        assert call("doctor", "-m", tiny("moe_qwen3")) == 0
+        text = capsys.readouterr().out
+        assert "io_uring" in text and "depth 4" in text
