@@ -24,7 +24,7 @@ from llama_cpp._logger import set_verbose  # noqa: E402
 # loads at once would lose the descriptors for good.
 construction = threading.RLock()
 
-_LOG_ERROR = 3  # GGML_LOG_LEVEL_ERROR
+_LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
 
 
 @contextlib.contextmanager

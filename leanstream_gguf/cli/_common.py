@@ -112,7 +112,7 @@ def guarded(args: argparse.Namespace) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", LeanStreamWarning)
-            warnings.showwarning = _show_warning
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
             return int(args.run(args) or 0)
     except LeanStreamError as error:
         if getattr(args, "json", False):
