@@ -44,6 +44,9 @@ target_link_libraries(leanstream_internal PUBLIC leanstream_objects)
 add_library(leanstream SHARED $<TARGET_OBJECTS:leanstream_objects>)
 target_include_directories(leanstream PUBLIC "${CMAKE_CURRENT_SOURCE_DIR}/include")
 target_link_libraries(leanstream PRIVATE leanstream_objects)
+if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND NOT LEANSTREAM_SANITIZE)
+    target_link_options(leanstream PRIVATE -Wl,--no-undefined)  # not at import
+endif()
 leanstream_install_library(leanstream)
 if(WIN32)
     set_property(TARGET leanstream PROPERTY WINDOWS_EXPORT_ALL_SYMBOLS OFF)  # LS_API says what is exported
