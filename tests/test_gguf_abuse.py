@@ -417,7 +417,7 @@ llm = leanstream_gguf.Llama(path, memory_budget="min", n_ctx=128, n_batch=16, n_
 before = llm("the quick", max_tokens=4, temperature=0)["choices"][0]["text"]
 whole = open(path, "rb").read()
 os.truncate(path, len(whole) // 3)
-kinds = []
+kinds, message = [], ""
 for _ in range(2):
     try:
         llm("the lazy dog", max_tokens=4, temperature=0)

@@ -42,7 +42,7 @@ static ssize_t faulty(const char * name, int fd, void * dest, size_t n_bytes, of
         case FAULT_EIO:         errno = EIO; return -1;
         case FAULT_EINTR:       errno = EINTR; return -1;
         case FAULT_END_OF_FILE: return 0;
-        case FAULT_SHORT:       return real(fd, dest, 512, offset);
+        case FAULT_SHORT:       return real(fd, dest, 4096, offset); // what a signal may do to a direct read
         default:                return real(fd, dest, n_bytes, offset);
     }
 }
