@@ -52,6 +52,9 @@ PlanInput Engine::plan_input(const FixedMemory & fixed, uint64_t budget_bytes, u
     }
     in.ring_slot_bytes     = weights.largest_group_bytes();
     in.n_ring_slots_wanted = options_.n_ring_slots;
+    for (const Session * s : sessions_) {
+        in.n_held_at_once = std::max(in.n_held_at_once, s->n_held_at_once);
+    }
     for (const MoeLayer & l : weights.moe_layers) {
         uint64_t largest = 0;
         for (uint32_t e = 0; e < l.n_experts; ++e) {
@@ -71,6 +74,9 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
     Lock lock(mutex_);
     if (activated_) {
         throw Error(LS_ERR_STATE, "the model is already activated; use set_budget to change the budget");
+    }
+    if (weights.all().empty() || sessions_.empty()) {
+        throw Error(LS_ERR_STATE, "the model is opened but not loaded, or has no context yet: load it and make one first");
     }
     const Plan plan = make_plan(plan_input(fixed, budget_bytes, cache_bytes));
     weights.freeze();

@@ -20,7 +20,7 @@ public:
         : engine_(engine), session_(session), buffer_type_(buffer_type), ctx0_(ctx0), graph_(graph) {}
 
     void run() {
-        find_last_uses();
+        find_uses();
         held_at_once_ = 0;
         for (int i = 0; i < graph_->n_nodes; ++i) {
             ggml_tensor * node = graph_->nodes[i];
@@ -43,17 +43,24 @@ private:
         return engine_.weights.find(src->view_src ? src->view_src : src);
     }
 
-    void find_last_uses() {
-        last_use_.assign(engine_.weights.groups.size(), -1);
+    void find_uses() {
+        uses_.assign(engine_.weights.groups.size(), {});
         held_.assign(engine_.weights.groups.size(), false);
         for (int i = 0; i < graph_->n_nodes; ++i) {
             for (const ggml_tensor * src : graph_->nodes[i]->src) {
                 const Weight * w = weight_of(src);
                 if (w && w->use == Use::dense) {
-                    last_use_[size_t(w->group)] = i;
+                    uses_[size_t(w->group)].push_back(i);
                 }
             }
         }
+    }
+
+    // A group is let go when its next use is far: models that run their layers several times would hold everything.
+    bool used_soon(size_t group, int at) const {
+        constexpr int kNear = 96; // nodes; a layer has 20 to 60
+        const auto next = std::lower_bound(uses_[group].begin(), uses_[group].end(), at);
+        return next != uses_[group].end() && *next - at < kNear;
     }
 
     void acquire_sources(ggml_tensor * node, int at) {
@@ -86,6 +93,7 @@ private:
         ggml_tensor * t = ggml_custom_4d(ctx0_, type, n, 1, 1, 1, a ? &a : nullptr, a ? 1 : 0, fun, GGML_N_TASKS_MAX, nullptr);
         params.session = &session_;
         set_op_params(t, params, fun);
+        t->flags |= GGML_TENSOR_FLAG_COMPUTE; // nothing depends on some of them; all must run
         out_.push_back(t);
         return t;
     }
@@ -95,7 +103,7 @@ private:
         p.index = group;
         uint32_t n_held = 1;
         for (size_t g = 0; g < held_.size(); ++g) {
-            if (held_[g] && last_use_[g] < at && p.n_release < OpParams::kMaxRelease) {
+            if (held_[g] && !used_soon(g, at) && p.n_release < OpParams::kMaxRelease) {
                 p.release[p.n_release++] = int32_t(g);
                 held_[g] = false;
             }
@@ -188,7 +196,7 @@ private:
     ggml_cgraph * graph_;
 
     std::vector<ggml_tensor *> out_;
-    std::vector<int>  last_use_; // [group] node index
+    std::vector<std::vector<int>> uses_; // [group] node indices, ascending
     std::vector<bool> held_;     // [group] acquired and not released at this point
     uint32_t held_at_once_ = 0;
     std::vector<Routing> routings_;

@@ -153,7 +153,7 @@ void read_tensors(const gguf_context * g, const ggml_context * ctx, Index & inde
     const Shard & file = index.shards[shard];
     const uint64_t data = gguf_get_data_offset(g);
     uint64_t data_end = data;
-    const IndexEntry * last = nullptr;
+    std::string last; // name of the tensor that ends last
     for (int64_t i = 0; i < gguf_get_n_tensors(g); ++i) {
         IndexEntry e;
         e.name    = gguf_get_tensor_name(g, i);
@@ -174,12 +174,12 @@ void read_tensors(const gguf_context * g, const ggml_context * ctx, Index & inde
         index.tensors.push_back(e);
         if (e.offset + e.n_bytes > data_end) {
             data_end = e.offset + e.n_bytes;
-            last = &index.tensors.back();
+            last = e.name;
         }
     }
     if (data_end > file.n_bytes) {
         throw Error(LS_ERR_TRUNCATED, format("%s is cut short: tensor '%s' ends at %llu, the file has %llu bytes; finish the "
-            "download", file.path.c_str(), last ? last->name.c_str() : "?", (unsigned long long) data_end,
+            "download", file.path.c_str(), last.c_str(), (unsigned long long) data_end,
             (unsigned long long) file.n_bytes)).path(file.path).sizes(file.n_bytes, data_end).offset(file.n_bytes);
     }
     if (alone && has_second_header(file.path, data_end, file.n_bytes)) {

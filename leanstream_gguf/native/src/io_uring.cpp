@@ -2,6 +2,9 @@
 
 #if defined(LS_HAVE_LIBURING)
 
+#include "memory.h"
+
+#include <algorithm>
 #include <cerrno>
 #include <vector>
 
@@ -15,7 +18,8 @@ namespace {
 
 struct Flight {
     ReadRequest request;
-    uint64_t    done = 0; // bytes of earlier short reads
+    uint64_t    done = 0; // where the read goes on after a short one
+    uint64_t    best = 0; // how far it came
 };
 
 // One ring, driven by one thread. New work arrives through an eventfd that the ring itself reads.
@@ -74,7 +78,7 @@ private:
                 return;
             }
             free_.pop_back();
-            flights_[i].done = 0;
+            flights_[i].done = flights_[i].best = 0;
             queue(i);
         }
     }
@@ -112,14 +116,17 @@ private:
             return;
         }
         if (result > 0) {
-            f.done += uint64_t(result);
-            if (f.done < f.request.n_needed && f.done % 4096 == 0) {
+            const uint64_t reached = f.done + uint64_t(result);
+            const bool progress = reached > f.best;
+            f.best = std::max(f.best, reached);
+            if (progress && reached < f.request.n_needed) {
+                f.done = page_floor(reached); // a direct read goes on at a page only
                 queue(i);
                 return;
             }
         }
         const ReadRequest request = f.request;
-        const int64_t total = result < 0 ? result : int64_t(f.done);
+        const int64_t total = result < 0 ? result : int64_t(f.best);
         free_.push_back(i);
         if (total > 0) {
             request.device->after_read(request.offset, uint64_t(total));

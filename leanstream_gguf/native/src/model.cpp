@@ -32,7 +32,8 @@ static EngineOptions engine_options(const ls_options & o) {
 ls_model::ls_model(const char * path, const ls_options & options)
     : index(read_index(path)), engine(index, engine_options(options)), buffer_type(make_buffer_type(this)),
       overrides{{".*", &buffer_type}, {nullptr, nullptr}} {
-    for (const char * refused : {"granite-switch", "kimi-k3"}) {
+    // names as in llama.cpp's src/llama-arch.cpp
+    for (const char * refused : {"graniteswitch", "kimi-k3"}) {
         if (index.arch == refused) {
             throw Error(LS_ERR_UNSUPPORTED, format("architecture %s cannot be streamed: it multiplies its FFN weights outside "
                 "llama.cpp's shared builders; load it without memory_budget", refused)).path(path);
@@ -72,6 +73,7 @@ void ls_model::free_session(const llama_context * ctx) {
 FixedMemory ls_model::measure_fixed(uint64_t baseline_bytes) {
     constexpr uint64_t kMargin = 16u << 20;      // stacks, page tables, staging, allocator slack
     constexpr uint64_t kMinMetadata = 4u << 20;
+    constexpr uint64_t kMeasuringSlack = 6u << 20; // a real load holds a little more than one that only measures
     FixedMemory f;
     f.baseline = baseline_bytes;
     f.margin   = kMargin;
@@ -87,7 +89,11 @@ FixedMemory ls_model::measure_fixed(uint64_t baseline_bytes) {
     const uint64_t now = process_resident_bytes();
     const uint64_t grown = now > resident_at_load_bytes ? now - resident_at_load_bytes : 0;
     const uint64_t kv = no_alloc ? 0 : f.kv;
-    f.metadata = std::max(kMinMetadata, grown > kv ? grown - kv : 0);
+    if (n_measured_ != sessions_.size()) { // once per context: later growth is the host program's
+        n_measured_ = sessions_.size();
+        metadata_bytes_ = std::max(kMinMetadata, grown > kv ? grown - kv : 0) + (no_alloc ? kMeasuringSlack : 0);
+    }
+    f.metadata = metadata_bytes_;
     return f;
 }
 
@@ -146,6 +152,9 @@ static void write_experts(Json & j, const PlanInput & in, const Plan & plan) {
 std::string ls::plan_json(ls_model & model, uint64_t budget_bytes, uint64_t cache_bytes, uint64_t baseline_bytes) {
     const Engine & engine = model.engine;
     const bool active = engine.activated();
+    if (engine.weights.all().empty()) {
+        throw Error(LS_ERR_STATE, "the model is opened but not loaded: there is nothing to plan yet");
+    }
     const FixedMemory fixed = active ? engine.fixed() : model.measure_fixed(baseline_bytes);
     const PlanInput in = engine.plan_input(fixed, budget_bytes ? budget_bytes : engine.budget_bytes(), cache_bytes);
     const Plan plan = make_plan(in);

@@ -37,6 +37,8 @@ struct ls_model {
 private:
     std::mutex mutex_;
     std::map<const llama_context *, std::unique_ptr<ls::Session>> sessions_;
+    size_t   n_measured_ = 0;      // contexts that metadata_bytes_ was measured with
+    uint64_t metadata_bytes_ = 0;
 };
 
 namespace ls {

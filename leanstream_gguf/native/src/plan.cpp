@@ -9,7 +9,10 @@ namespace ls {
 
 namespace {
 
-constexpr uint32_t kMinRingSlots = 2; // one in use, one being read
+// what a graph holds at once, and one more that is being read
+uint32_t min_ring_slots(const PlanInput & in) {
+    return in.n_held_at_once + 1;
+}
 
 uint64_t sum(const std::vector<uint64_t> & v) {
     return std::accumulate(v.begin(), v.end(), uint64_t(0));
@@ -34,18 +37,18 @@ void pin_groups(const PlanInput & in, Plan & plan, uint64_t available) {
     }
 }
 
-// Two slots at the minimum, three where the third costs little: it hides the hand-over between two groups.
+// One more than the minimum where it costs little: it hides the hand-over between two groups.
 uint32_t choose_ring_slots(const PlanInput & in, uint64_t spare) {
     if (in.n_ring_slots_wanted) {
-        return std::max(kMinRingSlots, in.n_ring_slots_wanted);
+        return std::max(min_ring_slots(in), in.n_ring_slots_wanted);
     }
-    return spare >= 8 * in.ring_slot_bytes ? 3 : kMinRingSlots;
+    return min_ring_slots(in) + (spare >= 8 * in.ring_slot_bytes ? 1 : 0);
 }
 
 void split_dense(const PlanInput & in, Plan & plan, uint64_t available) {
-    const uint64_t ring_min = kMinRingSlots * in.ring_slot_bytes;
+    const uint64_t ring_min = min_ring_slots(in) * in.ring_slot_bytes;
     plan.n_ring_slots = choose_ring_slots(in, available - ring_min);
-    while (plan.n_ring_slots > kMinRingSlots && plan.n_ring_slots * in.ring_slot_bytes > available) {
+    while (plan.n_ring_slots > min_ring_slots(in) && plan.n_ring_slots * in.ring_slot_bytes > available) {
         plan.n_ring_slots--;
     }
     pin_groups(in, plan, available - plan.n_ring_slots * in.ring_slot_bytes);
@@ -95,10 +98,11 @@ Plan make_plan(const PlanInput & in) {
         plan.token_demand_bytes   += in.expert_bytes[l] * n;
     }
     const uint64_t cache_min = minimum_cache(in);
-    const uint64_t ring_min  = std::min(plan.dense_bytes, kMinRingSlots * in.ring_slot_bytes);
+    const uint64_t ring_min  = std::min(plan.dense_bytes, min_ring_slots(in) * in.ring_slot_bytes);
     const uint64_t base      = in.fixed_bytes + in.resident_bytes;
     const uint64_t cache_floor = in.cache_bytes ? std::min(in.cache_bytes, in.expert_total_bytes) : cache_min;
-    plan.minimum_bytes = base + ring_min + (in.cache_bytes ? cache_floor : cache_min);
+    constexpr uint64_t MiB = 1u << 20; // a round number survives a few pages of growth between plan and load
+    plan.minimum_bytes = (base + ring_min + std::max(cache_floor, cache_min) + MiB - 1) / MiB * MiB;
     plan.full_bytes    = base + plan.dense_bytes + in.expert_total_bytes;
 
     if (in.cache_bytes && in.expert_total_bytes && in.cache_bytes < cache_min) {

@@ -13,6 +13,7 @@ struct PlanInput {
     std::vector<uint64_t> group_bytes;    // dense groups in graph order: bytes in memory
     uint64_t ring_slot_bytes = 0;         // largest group
     uint32_t n_ring_slots_wanted = 0;     // 0 = chosen
+    uint32_t n_held_at_once = 1;          // groups that one graph needs together
     std::vector<uint64_t> expert_bytes;   // [moe layer] bytes of one expert in memory, the largest of the layer
     std::vector<uint32_t> n_experts;      // [moe layer]
     uint64_t expert_total_bytes = 0;      // all experts of all layers in memory

@@ -15,7 +15,8 @@ namespace {
 
 constexpr uint64_t kMinDenseBytes  = 16 * 1024;  // smaller matrices are not worth a read of their own
 constexpr uint64_t kMinExpertBytes = 4 * 1024;
-constexpr uint64_t kMinGroupBytes  = 4u << 20;   // small matrices share a group up to this size
+constexpr uint64_t kGroupBytes     = 4u << 20;   // small matrices share a group up to this size ...
+constexpr uint64_t kMinGroups      = 16;         // ... or a smaller one, so that a small model can be streamed too
 
 int32_t block_of(const std::string & name) {
     int32_t n = -1;
@@ -134,11 +135,12 @@ void Weights::learn(const ggml_cgraph * graph, ggml_backend_buffer_type_t buffer
 }
 
 void Weights::form_groups() {
-    uint64_t largest = 0;
+    uint64_t largest = 0, total = 0;
     for (const Weight * w : dense_order_) {
-        largest = std::max(largest, w->entry->n_bytes);
+        largest = std::max(largest, span_bytes(w->entry->offset, w->entry->n_bytes));
+        total += w->entry->n_bytes;
     }
-    const uint64_t limit = std::max(largest + 2 * page_size(), kMinGroupBytes);
+    const uint64_t limit = std::max(largest, std::min(kGroupBytes, total / kMinGroups));
     groups.clear();
     for (Weight * w : dense_order_) {
         if (w->use != Use::dense) {
