@@ -149,14 +149,15 @@ class StreamHandle:
         self._require().pin(layer, ids)
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
-    """Settings of the parent that cannot hold for a streamed model, refused by name."""
+def _refuse(options: dict[str, Any]) -> None:
+    """Settings of the parent that cannot hold for a streamed model: refused by name, or dropped with a warning."""
     if options.get("lora_path") or options.get("lora_base"):
         raise UnsupportedError("LoRA adapters cannot be applied to streamed weights", remedy="merge the adapter into the GGUF")
-    if options.get("use_mlock"):
-        raise UnsupportedError("use_mlock=True keeps the whole file in memory, which a memory budget contradicts")
     if options.get("n_gpu_layers", 0) and llama_cpp.llama_supports_gpu_offload():
         raise UnsupportedError("n_gpu_layers with a memory budget is not supported yet", remedy="leave n_gpu_layers at 0")
+    if options.pop("use_mlock", False):  # not an error, because llama_cpp.server asks for it by default
+        text = "use_mlock is ignored under a memory budget: streamed weights are read into memory of our own, which is not locked"
+        warnings.warn(text, LeanStreamWarning, stacklevel=4)
 
 
 class Llama(_Parent):

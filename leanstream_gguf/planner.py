@@ -17,12 +17,20 @@ from .settings import Budget, CacheBudget
 DEFAULT_N_BATCH = 512
 MAX_N_UBATCH = 512
 MIN_N_UBATCH = 32
-COMPUTE_TARGET_BYTES = 128 << 20  # activations of one micro-batch
 LOGITS_TARGET_BYTES = 32 << 20  # rows of logits of one batch where the caller wants all of them
 OUTPUT_TARGET_BYTES = 4 << 20  # rows of logits reserved where only the last one is wanted
-KV_TARGET_BYTES = 512 << 20  # context 4096 if its keys and values fit, else 2048
 MAX_DEFAULT_N_CTX = 4096
 MIN_DEFAULT_N_CTX = 2048
+
+
+def compute_target_bytes(file_bytes: int) -> int:
+    """What the activations of one micro-batch may take: a quarter of the model, from 32 to 160 MiB."""
+    return min(160 << 20, max(32 << 20, file_bytes // 4))
+
+
+def kv_target_bytes(file_bytes: int) -> int:
+    """What keys and values of a context of 4096 may take: half of the model, from 64 to 512 MiB."""
+    return min(512 << 20, max(64 << 20, file_bytes // 2))
 
 
 @dataclass(frozen=True)
@@ -94,17 +102,17 @@ def _power_of_two_below(value: int) -> int:
 
 
 def default_n_ctx(shape: Shape) -> int:
-    """4096 where the keys and values of that many tokens take at most 512 MiB (as F16), else 2048; never more than the
-    model was trained for."""
+    """4096 where the keys and values of that many tokens (as F16) stay within kv_target_bytes(), else 2048; never more
+    than the model was trained for."""
     kv_bytes = MAX_DEFAULT_N_CTX * shape.n_layer * shape.n_kv_per_layer * 2
-    n_ctx = MAX_DEFAULT_N_CTX if kv_bytes <= KV_TARGET_BYTES else MIN_DEFAULT_N_CTX
+    n_ctx = MAX_DEFAULT_N_CTX if kv_bytes <= kv_target_bytes(shape.file_bytes) else MIN_DEFAULT_N_CTX
     return min(n_ctx, shape.n_ctx_train) if shape.n_ctx_train else n_ctx
 
 
 def activation_bytes(shape: Shape, n_ctx: int, flash_attn: bool) -> int:
     """Estimate of the compute buffer for one token of a micro-batch: residual and projections, FFN, attention scores."""
-    scores = 0 if flash_attn else shape.n_head * n_ctx
-    return 4 * (6 * shape.n_embd + 3 * shape.n_ff + scores) + 2 * n_ctx
+    scores = 0 if flash_attn else shape.n_head * n_ctx * 5 // 4  # and what their softmax needs besides
+    return 4 * (6 * shape.n_embd + 3 * shape.n_ff + scores + n_ctx)
 
 
 def context_defaults(
@@ -119,9 +127,10 @@ def context_defaults(
 ) -> ContextDefaults:
     """Context sizes for a streamed model; whatever the caller sets stays as it is.
 
-    n_ubatch is the largest power of two from 32 to 512 whose activations stay within 128 MiB. n_batch is 512, or so many
-    that all their logits take 32 MiB where `all_logits` are wanted. Otherwise llama.cpp is told that a batch has few
-    outputs (4 MiB worth of rows), because it reserves n_batch rows of logits, over 300 MiB for a vocabulary of 150,000.
+    n_ubatch is the largest power of two from 32 to 512 whose activations stay within compute_target_bytes(). n_batch is
+    512, or so many that all their logits take 32 MiB where `all_logits` are wanted. Otherwise llama.cpp is told that a
+    batch has few outputs (4 MiB worth of rows), because it reserves n_batch rows of logits, over 300 MiB for a vocabulary
+    of 150,000.
 
     Args:
         n_ctx: 0 = the length the model was trained for, as in llama.cpp; None = chosen.
@@ -135,7 +144,7 @@ def context_defaults(
         if all_logits:
             n_batch = max(MIN_N_UBATCH, min(n_batch, _power_of_two_below(LOGITS_TARGET_BYTES // row_bytes)))
     if n_ubatch is None:
-        fitting = COMPUTE_TARGET_BYTES // activation_bytes(shape, n_ctx_real, flash_attn)
+        fitting = compute_target_bytes(shape.file_bytes) // activation_bytes(shape, n_ctx_real, flash_attn)
         n_ubatch = max(MIN_N_UBATCH, min(MAX_N_UBATCH, _power_of_two_below(fitting)))
     n_batch = min(n_batch, n_ctx_real)
     n_outputs_max = 0

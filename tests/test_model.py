@@ -132,7 +132,6 @@ def test_logprobs_match(tiny: Tiny) -> None:
         ({"memory_budget": "min", "stream": {"policy": "lru"}}, "ArgumentError", "StreamConfig"),
         ({"memory_budget": "min", "lora_path": "adapter.gguf"}, "UnsupportedError", "LoRA"),
         ({"memory_budget": "min", "lora_base": "base.gguf"}, "UnsupportedError", "LoRA"),
-        ({"memory_budget": "min", "use_mlock": True}, "UnsupportedError", "use_mlock"),
         ({"memory_budget": "min", "type_v": 2}, "ArgumentError", "context settings"),
         ({"memory_budget": "min", "kv_overrides": {"a": object()}}, "ValueError", "Unknown value type"),
     ],
@@ -143,6 +142,13 @@ def test_refused_with_a_typed_error(tiny: Tiny, settings: dict[str, Any], kind: 
     with pytest.raises(ValueError, match=word) as caught:
         leanstream_gguf.Llama(str(tiny("dense_untied")), verbose=False, **settings)
     assert kind in [cls.__name__ for cls in type(caught.value).__mro__]
+
+
+def test_use_mlock_is_ignored_with_a_word(tiny: Tiny) -> None:
+    from leanstream_gguf import LeanStreamWarning
+
+    with pytest.warns(LeanStreamWarning, match="use_mlock"):
+        streamed(tiny("dense_untied"), "min", use_mlock=True).close()
 
 
 def test_budget_error_names_the_minimum_and_it_works(tiny: Tiny) -> None:

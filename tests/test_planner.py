@@ -35,8 +35,14 @@ def test_defaults_of_a_7b_model_stay_small() -> None:
     sizes = planner.context_defaults(shape())
     assert sizes.n_ctx == 2048  # 512 KiB of keys and values a token
     assert sizes.n_ubatch == 256
-    assert sizes.n_ubatch * planner.activation_bytes(shape(), sizes.n_ctx, False) <= planner.COMPUTE_TARGET_BYTES
+    assert sizes.n_ubatch * planner.activation_bytes(shape(), sizes.n_ctx, False) <= planner.compute_target_bytes(shape().file_bytes)
     assert 1 <= sizes.n_outputs_max * 4 * 32000 <= planner.OUTPUT_TARGET_BYTES
+
+
+def test_a_small_model_gets_small_buffers() -> None:
+    small = {"n_layer": 30, "n_embd": 576, "n_ff": 1536, "n_vocab": 49152, "n_head": 9, "n_kv_per_layer": 384}
+    sizes = planner.context_defaults(shape(**small, n_ctx_train=8192, file_bytes=98_000_000))
+    assert (sizes.n_ctx, sizes.n_ubatch) == (2048, 128)
 
 
 def test_large_vocabulary_reserves_few_outputs_and_keeps_the_batch() -> None:
