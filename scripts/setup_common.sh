@@ -139,7 +139,7 @@ install_package() {
 
 get_demo_model() {
     step "demo model: SmolLM2-135M-Instruct"
-    MODEL=$(python scripts/get_demo_model.py) || die "no demo model"
+    MODEL=$(python scripts/get_demo_model.py 2>>"$LOG") || die "no demo model: $(tail -n 1 "$LOG")"
     export MODEL
 }
 
