@@ -92,7 +92,7 @@ size_t type_alignment(ggml_backend_buffer_type_t) {
 
 // room for the distance to the page start and for the rest of the last page
 size_t type_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
-    return page_ceil(ggml_nbytes(tensor) + page_size());
+    return home_bytes(ggml_nbytes(tensor));
 }
 
 bool type_is_host(ggml_backend_buffer_type_t) {

@@ -48,7 +48,7 @@ PlanInput Engine::plan_input(const FixedMemory & fixed, uint64_t budget_bytes, u
     in.fixed_bytes    = fixed.sum();
     in.resident_bytes = weights.resident_bytes();
     for (const DenseGroup & g : weights.groups) {
-        in.group_bytes.push_back(g.n_bytes);
+        in.group_bytes.push_back(g.home_bytes);
     }
     in.ring_slot_bytes     = weights.largest_group_bytes();
     in.n_ring_slots_wanted = options_.n_ring_slots;
@@ -99,6 +99,10 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
     }
     part_state_.reset(new std::atomic<uint8_t>[unit_bytes.size() * MoeLayer::kMaxParts]());
     part_pending_.assign(unit_bytes.size() * MoeLayer::kMaxParts, 0);
+    n_parts_missing_ = 0;
+    for (const MoeLayer & l : weights.moe_layers) {
+        n_parts_missing_ += uint64_t(l.n_experts) * l.parts.size();
+    }
     kept_.assign(unit_bytes.size(), false);
     cache_ = std::make_unique<SlotCache>(std::move(unit_bytes));
 
@@ -110,6 +114,7 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
     for (Session * s : sessions_) {
         s->charged = true;
     }
+    prefer_large_pages_locked(plan); // before the first byte arrives
     load_resident(lock);
     apply_locked(lock, plan);
     wait_idle_locked(lock);
@@ -119,6 +124,7 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
         }
     }
     activated_ = true;
+    update_all_ready_locked();
     const IoCounters after = scheduler_->counters();
     stats_.load_ns    = now_ns() - begin;
     stats_.load_bytes = after.n_bytes - before.n_bytes;
@@ -178,6 +184,7 @@ void Engine::apply_locked(Lock & lock, const Plan & plan) {
         rebuild_cache_policy_locked(plan.cache_bytes);
     }
     plan_ = plan;
+    update_all_ready_locked();
     // everything fits: nothing will be evicted, so read it all now rather than at first use
     if (plan.cache_bytes && plan.mode(plan_input(fixed_, budget_bytes_, cache_bytes_)) == std::string("resident")) {
         std::vector<ReadRequest> requests;
@@ -398,7 +405,9 @@ void Engine::on_read(const ReadRequest & request, int error) {
             if (--part_pending_[id] == 0) {
                 done = true;
                 uint8_t loading = uint8_t(Load::loading);
-                part_state_[id].compare_exchange_strong(loading, uint8_t(Load::ready));
+                if (part_state_[id].compare_exchange_strong(loading, uint8_t(Load::ready)) && --n_parts_missing_ == 0) {
+                    update_all_ready_locked();
+                }
                 cache_->unpin(uint32_t(id / MoeLayer::kMaxParts));
             }
             break;
@@ -425,6 +434,7 @@ void Engine::get_stats(ls_stats & out) const {
     out.n_reads      = io.n_reads - io_base_.n_reads;
     out.read_busy_ns = io.busy_ns - io_base_.busy_ns;
     out.budget_bytes = budget_bytes_;
+    out.hits += ready_hits_.load(std::memory_order_relaxed);
     if (cache_) {
         out.cached_experts       = cache_->n_resident();
         out.cache_capacity_bytes = cache_->capacity_bytes();
@@ -437,6 +447,7 @@ void Engine::reset_stats() {
     Lock lock(mutex_);
     const ls_stats old = stats_;
     stats_ = {};
+    ready_hits_.store(0);
     stats_.load_bytes = old.load_bytes;
     stats_.load_ns    = old.load_ns;
     stats_.used_buffered_io = old.used_buffered_io;

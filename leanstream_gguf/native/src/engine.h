@@ -117,6 +117,7 @@ private:
     void apply_locked(Lock & lock, const Plan & plan);
     void apply_dense_locked(const Plan & plan);
     void load_resident(Lock & lock);
+    void prefer_large_pages_locked(const Plan & plan);
     void rebuild_cache_policy_locked(uint64_t capacity);
     void wait_idle_locked(Lock & lock);
     void record_read_error(const ReadRequest & request, int error);
@@ -137,6 +138,7 @@ private:
     bool admit_locked(uint32_t unit, bool cold);
     void drop_parts_locked(uint32_t unit);
     void pump_wave_locked(MoeRun & run);
+    void update_all_ready_locked();
     bool whole_unit_locked(uint32_t unit, uint32_t n_parts) const;
     std::atomic<uint8_t> & part_state(uint32_t unit, uint32_t part) const { return part_state_[unit * MoeLayer::kMaxParts + part]; }
     void wait_locked(Lock & lock, bool count_stall);
@@ -179,6 +181,9 @@ private:
     std::vector<uint32_t> part_pending_;
     std::vector<uint32_t> layer_of_unit_;
     std::vector<bool>     kept_;           // [unit] pinned by the user
+    uint64_t n_parts_missing_ = 0;         // parts of all units that are not ready
+    std::atomic<bool>     experts_ready_{false};  // every expert is in memory and none can be given up
+    std::atomic<uint64_t> ready_hits_{0};
 
     ls_error read_error_ = {};
     ls_stats stats_ = {};

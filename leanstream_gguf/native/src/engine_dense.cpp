@@ -24,8 +24,7 @@ void Engine::apply_dense_locked(const Plan & plan) {
         }
         if (group_pinned_[g] && !plan.pinned[g]) {
             for (const Weight * w : weights.groups[g].members) {
-                AddressSpace::discard((uint8_t *) uintptr_t(page_floor(uintptr_t(w->home))),
-                    span_bytes(w->entry->offset, w->entry->n_bytes));
+                AddressSpace::discard((uint8_t *) uintptr_t(page_floor(uintptr_t(w->home))), home_bytes(w->entry->n_bytes));
             }
         }
         group_state_[g].store(uint8_t(Load::absent));
@@ -39,6 +38,7 @@ void Engine::apply_dense_locked(const Plan & plan) {
     if (plan.n_ring_slots) {
         ring_.space = AddressSpace(plan.n_ring_slots * slot_bytes);
         ring_.space.commit(ring_.space.base(), plan.n_ring_slots * slot_bytes);
+        AddressSpace::prefer_large_pages(ring_.space.base(), plan.n_ring_slots * slot_bytes);
     }
     // next streamed group for each position, walking backwards over two rounds
     uint32_t next = n;
@@ -47,6 +47,7 @@ void Engine::apply_dense_locked(const Plan & plan) {
         next_streamed_[g] = next;
         next = plan.pinned[g] ? next : g;
     }
+    prefer_large_pages_locked(plan);
     for (uint32_t g = 0; g < n; ++g) {
         if (plan.pinned[g] && Load(group_state_[g].load()) == Load::absent) {
             submit_group_locked(g, Priority::load);
@@ -54,6 +55,25 @@ void Engine::apply_dense_locked(const Plan & plan) {
     }
     if (plan.streams_dense()) {
         readahead_locked(n - 1); // the first groups of the first token
+    }
+}
+
+// Neighbours in memory that are filled together get large pages across their borders.
+void Engine::prefer_large_pages_locked(const Plan & plan) {
+    std::vector<std::pair<uint8_t *, uint64_t>> ranges;
+    for (const Weight & w : weights.all()) {
+        if (w.use == Use::resident || (w.use == Use::dense && plan.pinned[size_t(w.group)])) {
+            ranges.push_back({(uint8_t *) uintptr_t(page_floor(uintptr_t(w.home))), home_bytes(w.entry->n_bytes)});
+        }
+    }
+    std::sort(ranges.begin(), ranges.end());
+    for (size_t i = 0; i < ranges.size();) {
+        uint8_t * begin = ranges[i].first;
+        uint8_t * end = begin;
+        for (; i < ranges.size() && (ranges[i].first == end || end == begin); ++i) {
+            end = ranges[i].first + ranges[i].second;
+        }
+        AddressSpace::prefer_large_pages(begin, size_t(end - begin));
     }
 }
 

@@ -14,8 +14,13 @@ constexpr uint32_t kWaveAhead = 12;
 
 void Engine::drop_parts_locked(uint32_t unit) {
     for (uint32_t p = 0; p < MoeLayer::kMaxParts; ++p) {
-        part_state(unit, p).store(uint8_t(Load::absent));
+        n_parts_missing_ += Load(part_state(unit, p).exchange(uint8_t(Load::absent))) == Load::ready;
     }
+}
+
+// With a cache that holds every expert, runs need no lock, no pins and no policy.
+void Engine::update_all_ready_locked() {
+    experts_ready_.store(n_parts_missing_ == 0 && plan_.cache_bytes >= plan_.experts_bytes && activated_);
 }
 
 bool Engine::whole_unit_locked(uint32_t unit, uint32_t n_parts) const {
@@ -106,6 +111,11 @@ void Engine::unpin_run_locked(MoeRun & run) {
 }
 
 void Engine::moe_begin(Session & session, MoeRun & run) {
+    if (experts_ready_.load(std::memory_order_acquire)) {
+        run.active = run.wave = false;
+        ready_hits_.fetch_add(run.experts.size(), std::memory_order_relaxed);
+        return;
+    }
     Lock lock(mutex_);
     const MoeLayer & l = weights.moe_layers[run.layer];
     const uint32_t n_parts = uint32_t(l.parts.size());
@@ -143,6 +153,9 @@ void Engine::moe_begin(Session & session, MoeRun & run) {
 }
 
 void Engine::moe_end(MoeRun & run) {
+    if (!run.active) {
+        return;
+    }
     Lock lock(mutex_);
     unpin_run_locked(run);
     if (n_active_ > 1) {

@@ -94,6 +94,22 @@ void AddressSpace::discard(uint8_t * from, size_t n_bytes) {
     mmap(from, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 #else
     madvise(from, n_bytes, MADV_DONTNEED);
+#  if defined(MADV_NOHUGEPAGE)
+    madvise(from, n_bytes, MADV_NOHUGEPAGE); // or a large page of a neighbour would bring it back
+#  endif
+#endif
+}
+
+void AddressSpace::prefer_large_pages(uint8_t * from, size_t n_bytes) {
+#if defined(MADV_HUGEPAGE)
+    constexpr uintptr_t kLarge = 2u << 20; // only pages that lie inside: a larger one would hold more than was planned
+    const uintptr_t begin = (uintptr_t(from) + kLarge - 1) & ~(kLarge - 1), end = (uintptr_t(from) + n_bytes) & ~(kLarge - 1);
+    if (begin < end) {
+        madvise((void *) begin, end - begin, MADV_HUGEPAGE);
+    }
+#else
+    (void) from;
+    (void) n_bytes;
 #endif
 }
 

@@ -26,8 +26,10 @@ public:
 
     // page-aligned range; make it writable (needed on Windows only, cheap elsewhere); throws Error(LS_ERR_MEMORY)
     void commit(uint8_t * from, size_t n_bytes);
-    // page-aligned range; its contents are lost and its memory returns to the system
+    // page-aligned range; its contents are lost, its memory returns to the system, large pages are no longer wanted
     static void discard(uint8_t * from, size_t n_bytes);
+    // page-aligned range that will be filled as a whole: large pages where the system has them (fewer TLB misses)
+    static void prefer_large_pages(uint8_t * from, size_t n_bytes);
 
 private:
     uint8_t * base_ = nullptr;

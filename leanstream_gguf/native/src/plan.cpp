@@ -92,6 +92,7 @@ Plan make_plan(const PlanInput & in) {
     Plan plan;
     plan.pinned.assign(in.group_bytes.size(), false);
     plan.dense_bytes = sum(in.group_bytes);
+    plan.experts_bytes = in.expert_total_bytes;
     for (size_t l = 0; l < in.expert_bytes.size(); ++l) {
         const uint32_t n = std::min(in.n_expert_used, in.n_experts[l]);
         plan.token_demand_experts += n;

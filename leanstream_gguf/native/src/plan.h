@@ -31,6 +31,7 @@ struct Plan {
     uint64_t dense_bytes = 0;     // all groups
     uint32_t n_ring_slots = 0;    // 0 when every group is pinned
     uint64_t cache_bytes = 0;     // capacity of the expert cache
+    uint64_t experts_bytes = 0;   // all experts of all layers
     uint64_t token_demand_bytes = 0; // experts of one token, all layers
     uint32_t token_demand_experts = 0;
     std::vector<std::string> warnings;

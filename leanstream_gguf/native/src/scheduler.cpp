@@ -14,7 +14,7 @@ uint64_t now_ns() {
 }
 
 Scheduler::Scheduler(const IoOptions & options, ReadSink & sink) : sink_(sink) {
-    if (options.backend == IoOptions::Backend::uring && uring_available()) {
+    if (options.backend != IoOptions::Backend::pread && uring_available()) {
         backend_name_ = "io_uring";
         threads_.emplace_back([this, depth = options.depth] {
             if (!run_uring(*this, depth)) {

@@ -156,6 +156,7 @@ void Weights::form_groups() {
         g.members.push_back(w);
         g.slot_offset.push_back(g.n_bytes);
         g.n_bytes += bytes;
+        g.home_bytes += home_bytes(w->entry->n_bytes);
     }
     uint32_t unit = 0;
     for (MoeLayer & l : moe_layers) {
@@ -168,7 +169,7 @@ uint64_t Weights::resident_bytes() const {
     uint64_t n = 0;
     for (const Weight & w : weights_) {
         if (w.use == Use::resident) {
-            n += span_bytes(w.entry->offset, w.entry->n_bytes);
+            n += home_bytes(w.entry->n_bytes);
         }
     }
     return n;

@@ -38,7 +38,8 @@ struct Weight {
 struct DenseGroup {
     std::vector<Weight *> members;
     std::vector<uint64_t> slot_offset; // [member] of the page that holds its first byte
-    uint64_t n_bytes = 0;              // page-rounded, what a ring slot or the pinned members take
+    uint64_t n_bytes = 0;              // page-rounded, what a ring slot takes
+    uint64_t home_bytes = 0;           // what the pinned members take, large pages across their borders included
     int32_t  block = -1;               // transformer block of the first member
 };
 
@@ -93,6 +94,11 @@ private:
     std::unordered_map<const ggml_tensor *, uint32_t> layer_of_ids_; // within one graph
     bool frozen_ = false;
 };
+
+// bytes of address space that a weight takes at home: its pages, and one for its distance to the page start
+inline uint64_t home_bytes(uint64_t n_bytes) {
+    return page_ceil(n_bytes + page_size());
+}
 
 // pages that n_bytes starting at file offset touch, in bytes
 inline uint64_t span_bytes(uint64_t offset, uint64_t n_bytes) {
