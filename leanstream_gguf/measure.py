@@ -106,8 +106,7 @@ def activate(handle: ModelHandle, budget: Budget, config: StreamConfig) -> None:
         BudgetError: below the minimum, which is in `limit`.
     """
     at(handle, budget, config, handle.activate)
-    if config.policy != "lru":
-        handle.set_policy(config.policy, config.policy_params)
+    handle.set_policy(config.policy, config.policy_params)
 
 
 @contextlib.contextmanager

@@ -142,7 +142,7 @@ class StreamConfig:
     """
 
     cache_budget: CacheBudget | int | str | None = None
-    policy: str = "lru"
+    policy: str = "lfu"
     policy_params: Mapping[str, float] = field(default_factory=dict)
     io_threads: int = 0
     io_depth: int = 0

@@ -54,7 +54,7 @@ def add_context(parser: argparse.ArgumentParser) -> None:
 def add_streaming(parser: argparse.ArgumentParser) -> None:
     """Options that change how bytes are read and kept, never the output."""
     group = parser.add_argument_group("streaming (none of these changes the output)")
-    group.add_argument("--policy", choices=sorted(POLICIES), default="lru", help="what the expert cache keeps; default lru")
+    group.add_argument("--policy", choices=sorted(POLICIES), default="lfu", help="what the expert cache keeps; default lfu")
     group.add_argument("--io-threads", type=int, default=0, metavar="N", help="reading threads; default chosen")
     group.add_argument("--io-depth", type=int, default=0, metavar="N", help="reads in flight with io_uring; default chosen")
     group.add_argument("--io-backend", choices=sorted(IO_BACKENDS), default="auto", help="how to read; default auto")
