@@ -15,7 +15,11 @@ import pytest
 from support import assert_same_bytes, logits, sample_tokens, streamed, unstreamed
 from toygguf.models import MODELS
 
-pytestmark = [pytest.mark.native, pytest.mark.usefixtures("native")]
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.usefixtures("native"),
+    pytest.mark.filterwarnings("ignore:the expert cache"),  # too small on purpose
+]
 
 Tiny = Callable[..., Path]
 Logits = npt.NDArray[np.single]
@@ -65,7 +69,7 @@ def test_logits_at_every_budget(tiny: Tiny, name: str, reader: str, shape: str) 
     expected = reference(path, shape)
     with streamed(path, "min", stream=stream_config(reader), **SHAPES[shape]) as llm:
         low, high = budget_range(llm)
-        assert low < high
+        assert low < high or name == "dense_looped"  # which holds nearly all its weights from first to last use
         assert_same_bytes(logits(llm, TOKENS, N_PROMPT), expected)
         assert llm.stream.stats().read_bytes > 0, "nothing was streamed at the minimum budget"
         for budget in ((low + high) // 2, high, low):

@@ -224,7 +224,8 @@ def main() -> int:
         workload["variants"] = {k: v for k, v in workload["variants"].items() if k in args.only.split(",")}
     check_isolation(workload)
     model, text = model_path(workload, args), text_path(workload, args)
-    left = page_cache.evict(model)
+    capped = any(variant.get("cap") for variant in workload["variants"].values())
+    left = page_cache.evict(model, allowed_bytes=1 << 20 if capped else 1 << 62)
     resolve_memory(workload, model, text)
     with workers(workload, model, text, args.stock_libs) as found:
         run = measure(workload, model, found)
