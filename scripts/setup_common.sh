@@ -7,6 +7,7 @@ VENV="$ROOT/.venv"
 LOG="$ROOT/build/setup.log"
 SECONDS=0
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+export CC=${CC:-cc} CXX=${CXX:-c++} # one name in every build: the compiler cache tells cc from gcc
 exec </dev/null
 
 step() { printf '[%4ds] %s\n' "$SECONDS" "$*"; }

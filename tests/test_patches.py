@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -325,16 +326,22 @@ print(json.dumps(result))
 
 
 def build_unpatched() -> Path:
-    """The libraries of the unpatched pin, built once under build/unpatched with the options that ours are built with."""
-    folder = ROOT / "build" / "unpatched"
-    source = folder / fetch.Layout().pin.sdist_sha256[:12]
+    """libllama of the unpatched pin, built under build/unpatched with our build's options.
+
+    The folders lie to each other as ours do, so that the compiler cache has every file that no patch touches.
+    """
+    source, build = (ROOT / "build" / "unpatched" / part for part in ("vendor/llama.cpp", "build/dev"))
+    pin = fetch.Layout().pin
+    if source.exists() and fetch.Checkout(source).tree() != pin.unpacked_tree:
+        shutil.rmtree(source)
     if not source.exists():
-        fetch.unpack_upstream(fetch.Layout().pin, source)
-    build = folder / "build"
-    off = [f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP")]
-    cache = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_OPENSSL=OFF", *off]
-    environment = {**os.environ, "CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"}
-    for command in (["cmake", "-S", source, "-B", build, "-G", "Ninja", *cache], ["cmake", "--build", build, "--target", "llama"]):
+        fetch.unpack_upstream(pin, source)
+    environment = {**os.environ, "LEANSTREAM_LLAMA_SOURCE": str(source)}
+    options = ["-DLEANSTREAM_PYTHON=OFF", "-DLEANSTREAM_MTMD=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
+    for command in (
+        ["cmake", "-S", ROOT / "leanstream_gguf" / "native", "-B", build, "-G", "Ninja", *options],
+        ["cmake", "--build", build, "--target", "llama"],
+    ):
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     return build / "bin"
 
