@@ -27,6 +27,8 @@ import patches  # noqa: E402
 
 COMMIT = "1" * 40
 FILES = {"CMakeLists.txt": "project(x)\n", "src/a.cpp": "one\ntwo\nthree\n", "docs/not-wanted.md": "big\n"}
+# Seconds, not minutes: the compiler cache holds our own build, and with it all that no patch touches.
+CHEAP_BUILD = shutil.which("ccache") is not None and (ROOT / "build" / "dev").is_dir()
 MESSAGE = """{subject}
 
 The graph builder is where every feed-forward layer passes, and it has no callback that could replace a tensor.
@@ -346,8 +348,7 @@ def build_unpatched() -> Path:
     return build / "bin"
 
 
-@pytest.mark.slow
-@pytest.mark.native
+@(pytest.mark.native if CHEAP_BUILD else pytest.mark.slow)
 @pytest.mark.timeout(1800)
 def test_without_hooks_the_patched_library_gives_the_bytes_of_the_unpatched_one(tiny: Callable[..., Path]) -> None:
     from leanstream_gguf import _lib
