@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from leanstream_gguf import planner
 from leanstream_gguf.planner import Shape
-from leanstream_gguf.settings import Budget, CacheBudget
+from leanstream_gguf.settings import POLICIES, Budget, CacheBudget
 
 
 def shape(**changes: Any) -> Shape:
@@ -134,14 +134,14 @@ def test_forecast_of_layers_is_the_slower_of_compute_and_drive() -> None:
 
 
 def test_forecast_of_experts_adds_what_is_missing() -> None:
-    found = planner.forecast(plan(capacity=50, total=100, demand=1000), compute_seconds=0.5, bytes_per_second=490)
+    found = planner.forecast(plan(capacity=50, total=100, demand=1000), compute_seconds=0.5, bytes_per_second=490, policy="lru")
     assert found.hit_ratio == pytest.approx(0.755)
     assert found.tokens_per_second == pytest.approx(1.0)
     whole = planner.forecast(plan(capacity=100, total=100, demand=1000), compute_seconds=0.5, bytes_per_second=490)
     assert whole.tokens_per_second == 2
 
 
-@given(st.floats(0, 1), st.floats(0, 1))
-def test_hit_ratio_grows_with_the_cache(a: float, b: float) -> None:
-    low, high = sorted((a, b))
-    assert 0 <= planner.expected_hit_ratio(low) <= planner.expected_hit_ratio(high) + 1e-12 <= 1 + 1e-9
+@given(st.floats(0, 1), st.floats(0, 1), st.sampled_from(sorted(POLICIES)))
+def test_hit_ratio_grows_with_the_cache(a: float, b: float, policy: str) -> None:
+    low, high = (planner.expected_hit_ratio(share, policy) for share in sorted((a, b)))
+    assert 0 <= low <= high + 1e-12 <= 1 + 1e-9

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.no_speed:
             speeds = measure.measure_speeds(model.handle, wish.threads)
             document["speeds"] = speeds.to_dict()
-            document["expected"] = _expected(planner, document, speeds)
+            document["expected"] = _expected(planner, document, speeds, config.policy)
             document["expected_tokens_per_second"] = document["expected"].get("tokens_per_second")
     if args.json:
         _common.print_json(document)
@@ -63,11 +63,14 @@ def _reason(kind: str) -> str:
     return automatic_budget().reason
 
 
-def _expected(planner: Any, document: dict[str, Any], speeds: Any) -> dict[str, Any]:
+def _expected(planner: Any, document: dict[str, Any], speeds: Any, policy: str) -> dict[str, Any]:
     if speeds.compute is None or speeds.drive is None:
         return {}
     forecast = planner.forecast(
-        document, compute_seconds=speeds.compute.seconds_per_token, bytes_per_second=speeds.drive.bytes_per_second
+        document,
+        compute_seconds=speeds.compute.seconds_per_token,
+        bytes_per_second=speeds.drive.bytes_per_second,
+        policy=policy,
     )
     return {name: getattr(forecast, name) for name in forecast.__dataclass_fields__}
 
