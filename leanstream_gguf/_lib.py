@@ -88,7 +88,7 @@ def _installed_version() -> str | None:
     """Version of the llama_cpp package on the path, read as text so that nothing is imported; None if unknown."""
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or spec.origin is None:
-        raise LibraryError("llama-cpp-python is not installed", remedy=f"pip install llama-cpp-python=={LLAMA_CPP_PYTHON_VERSION}")
+        return None  # not installed: native() says so when something needs it
     try:
         text = Path(spec.origin).read_text(encoding="utf-8")
     except OSError:
