@@ -1,13 +1,15 @@
 """Streaming for programs that cannot be edited: rebinds `llama_cpp.Llama` to a class with default budgets.
 
-import leanstream_gguf
-leanstream_gguf.install(memory_budget="2GiB")     # before the program does `from llama_cpp import Llama`
+In Python, before the program does `from llama_cpp import Llama`: `leanstream_gguf.install(memory_budget="2GiB")`.
+From outside: `LEANSTREAM_MEMORY=2GiB python -m leanstream_gguf.drop_in program.py ARGS...` (or `-m module ARGS...`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import runpy
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from .model import Llama
@@ -65,3 +67,24 @@ def _rebind(cls: type) -> type:
     for name in ("llama_cpp", "llama_cpp.llama"):
         vars(sys.modules[name])["Llama"] = cls
     return before
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a program, `program.py ARGS...` or `-m module ARGS...`, with `llama_cpp.Llama` rebound."""
+    import leanstream_gguf  # as the program will import it: run with -m, this module is another copy of itself
+
+    if not argv or (argv[0] == "-m" and len(argv) < 2) or argv[0] in ("-h", "--help"):
+        print(__doc__, file=sys.stderr)
+        return 2
+    leanstream_gguf.install()
+    if argv[0] == "-m":
+        sys.argv = list(argv[1:])
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(argv)
+        runpy.run_path(argv[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

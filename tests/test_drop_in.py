@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,3 +76,24 @@ def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(leanstream_gguf.ArgumentError, match="LEANSTREAM_MEMORY"):
         leanstream_gguf.install()
     assert llama_cpp.Llama is original
+
+
+PROGRAM = """
+import sys
+from llama_cpp import Llama
+llm = Llama(sys.argv[1], n_ctx=64, verbose=False)
+print(type(llm).__module__, llm.stream.budget, sys.argv[2])
+"""
+
+
+def test_a_program_run_from_outside(tiny: Tiny, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "LEANSTREAM_MEMORY": "min", "PYTHONPATH": os.pathsep.join([str(root), str(tmp_path)])}
+    for how in ([str(program)], ["-m", "program"]):
+        command = [sys.executable, "-m", "leanstream_gguf.drop_in", *how, str(tiny("moe_qwen3")), "word"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout.split() == ["leanstream_gguf.drop_in", "min", "word"]
+    done = subprocess.run(command[:3], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2 and "program.py" in done.stderr
