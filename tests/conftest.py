@@ -144,6 +144,14 @@ def demo_model(request: pytest.FixtureRequest) -> Path:
     return _require(request.config, "demo_model", path, "run scripts/quickstart.sh --setup-only")
 
 
+@pytest.fixture(scope="session")
+def gemma_model(request: pytest.FixtureRequest) -> Path:
+    """Gemma 3 270M, where somebody put it."""
+    found = [p for folder in (ROOT / "models", models_folder()) for p in sorted(folder.rglob("*[gG]emma-3-270*.gguf"))]
+    path = found[0] if found else ROOT / "models" / "gemma-3-270m"
+    return _require(request.config, "gemma_model", path, "put a Gemma-3-270m GGUF into models/")
+
+
 @pytest.fixture
 def scratch_copy(tiny: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """`scratch_copy(name)`: a private copy of a toy model that the test may damage."""
