@@ -163,8 +163,9 @@ def measure(workload: dict[str, Any], model: Path, found: dict[str, Worker]) -> 
     drive = []
     for i in range(workload["samples"]):
         drive.append(io_read.ceiling(model, 500))
-        for name, worker in found.items():
-            variants[name]["samples"].append(worker.ask("sample"))
+        # There and back again, so that no variant always follows the same other.
+        for name in list(found) if i % 2 == 0 else list(reversed(found)):
+            variants[name]["samples"].append(found[name].ask("sample"))
         say(f"round {i + 1} of {workload['samples']}")
     for name, worker in found.items():
         if worker.watcher:

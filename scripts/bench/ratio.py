@@ -43,9 +43,9 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 
 
 
 def verdict(measured: Ratio, bound: float, at_least: bool = True) -> dict[str, Any]:
-    """Whether the interval reaches the bound; `enough` tells if there were as many pairs as the rule asks for."""
+    """Whether the interval reaches the bound from below or above; `enough` tells if there were as many pairs as the rule asks for."""
     met = measured.high >= bound if at_least else measured.low <= bound
-    return {**measured.to_dict(), "bound": bound, "at_least": at_least, "met": met, "enough": measured.n_pairs >= MIN_PAIRS}
+    return {**measured.to_dict(), "met": met, "enough": measured.n_pairs >= MIN_PAIRS}
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:
