@@ -19,7 +19,9 @@ void MoeRun::reserve_counters(uint32_t n_parts, int n_threads) {
         next_chunk[i].store(0, std::memory_order_relaxed);
         threads_left[i].store(n_threads, std::memory_order_relaxed);
     }
-    threads_in_last.store(n_threads, std::memory_order_relaxed);
+    for (std::atomic<int32_t> & n : threads_in_part) {
+        n.store(n_threads, std::memory_order_relaxed);
+    }
 }
 
 Engine::Engine(const Index & index, const EngineOptions & options) : weights(index), index_(index), options_(options) {
@@ -89,6 +91,8 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
     group_pins_.assign(n_groups, 0);
     group_pinned_.assign(n_groups, false);
     next_streamed_.assign(n_groups, 0);
+    zeros_ = AddressSpace(weights.largest_group_bytes());
+    zeros_.commit(zeros_.base(), zeros_.size());
 
     std::vector<uint64_t> unit_bytes;
     for (size_t l = 0; l < weights.moe_layers.size(); ++l) {
@@ -192,12 +196,9 @@ void Engine::apply_locked(Lock & lock, const Plan & plan) {
             const uint32_t l = layer_of_unit_[u];
             if (!cache_->resident(u) && admit_locked(u, false)) {
                 for (uint32_t p = 0; p < weights.moe_layers[l].parts.size(); ++p) {
-                    submit_part_locked(l, u - weights.moe_layers[l].first_unit, p, requests);
+                    submit_part_locked(l, u - weights.moe_layers[l].first_unit, p, Priority::load, requests);
                 }
             }
-        }
-        for (ReadRequest & r : requests) {
-            r.priority = Priority::load;
         }
         scheduler_->submit(requests);
     }

@@ -125,6 +125,7 @@ private:
     void charge_locked(Lock & lock, Session & session);
     void reconfigure_locked(Lock & lock, const Plan & plan);
 
+    void point_at_zeros_locked(uint32_t g);
     void place_group(uint32_t g, int32_t slot);
     void submit_group_locked(uint32_t g, Priority priority);
     int32_t slot_for_locked(uint32_t g, uint32_t from, bool demand) const;
@@ -134,10 +135,11 @@ private:
 
     bool pin_run_locked(MoeRun & run);
     void unpin_run_locked(MoeRun & run);
-    void submit_part_locked(uint32_t layer, uint32_t expert, uint32_t part, std::vector<ReadRequest> & out);
+    void submit_part_locked(uint32_t layer, uint32_t expert, uint32_t part, Priority priority, std::vector<ReadRequest> & out);
     bool admit_locked(uint32_t unit, bool cold);
     void drop_parts_locked(uint32_t unit);
     void pump_wave_locked(MoeRun & run);
+    void read_ahead_batch_locked(const MoeRun & run);
     void update_all_ready_locked();
     bool whole_unit_locked(uint32_t unit, uint32_t n_parts) const;
     std::atomic<uint8_t> & part_state(uint32_t unit, uint32_t part) const { return part_state_[unit * MoeLayer::kMaxParts + part]; }
@@ -171,6 +173,7 @@ private:
     std::vector<bool>     group_pinned_;
     std::vector<uint32_t> next_streamed_;  // [group] next one in graph order that is not pinned
     Ring ring_;
+    AddressSpace zeros_;                   // as large as the largest group, never written
     uint32_t resident_pending_ = 0;
 
     // experts

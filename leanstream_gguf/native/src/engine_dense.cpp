@@ -151,11 +151,20 @@ void Engine::readahead_locked(uint32_t from) {
     }
 }
 
+// A graph goes on after a failed read, and what it computes reaches the KV cache before the micro-batch is removed: it must be
+// finite. Never-written memory reads as zeros and costs nothing.
+void Engine::point_at_zeros_locked(uint32_t g) {
+    if (group_pins_[g] > 0) {
+        return; // in use by another context, so in memory
+    }
+    const DenseGroup & group = weights.groups[g];
+    for (size_t i = 0; i < group.members.size(); ++i) {
+        group.members[i]->tensor->data = zeros_.base() + group.slot_offset[i] + group.members[i]->entry->offset % page_size();
+    }
+}
+
 void Engine::acquire_group(Session & session, uint32_t g) {
     Lock lock(mutex_);
-    if (session.failed.load()) {
-        return;
-    }
     bool waited = false;
     bool asked = false;
     while (Load(group_state_[g].load(std::memory_order_acquire)) != Load::ready) {
@@ -164,6 +173,9 @@ void Engine::acquire_group(Session & session, uint32_t g) {
             fail(session, read_error_);
             group_state_[g].store(uint8_t(Load::absent)); // the next use tries again
             changed_.notify_all();
+        }
+        if (session.failed.load()) {
+            point_at_zeros_locked(g);
             return;
         }
         if (state != Load::loading && group_pending_[g] == 0) {
@@ -183,6 +195,7 @@ void Engine::acquire_group(Session & session, uint32_t g) {
         waited = true;
         wait_locked(lock, true);
     }
+    place_group(g, group_slot_[g]); // after a failure it may point at zeros
     (waited ? stats_.dense_waits : stats_.dense_hits)++;
     group_pins_[g]++;
     session.held_groups.push_back(g);

@@ -45,16 +45,22 @@ bool Engine::admit_locked(uint32_t unit, bool cold) {
     return ok;
 }
 
-void Engine::submit_part_locked(uint32_t layer, uint32_t expert, uint32_t part, std::vector<ReadRequest> & out) {
+void Engine::submit_part_locked(uint32_t layer, uint32_t expert, uint32_t part, Priority priority, std::vector<ReadRequest> & out) {
     const MoeLayer & l = weights.moe_layers[layer];
     const uint32_t unit = l.first_unit + expert;
     const uint64_t id = uint64_t(unit) * MoeLayer::kMaxParts + part;
-    if (part_pending_[id] > 0 || Load(part_state_[id].load()) == Load::ready) {
+    if (part_pending_[id] > 0) {
+        if (priority == Priority::demand) {
+            scheduler_->promote(tag(kPart, id), priority); // read ahead, and needed now
+        }
+        return;
+    }
+    if (Load(part_state_[id].load()) == Load::ready) {
         return;
     }
     const size_t before = out.size();
     add_requests(out, *devices_[l.parts[part]->entry->shard], l.file_offset(part, expert), l.part_bytes(part),
-        cache_->memory(unit) + l.slot_offset(part, expert), options_.chunk_bytes, Priority::demand, tag(kPart, id));
+        cache_->memory(unit) + l.slot_offset(part, expert), options_.chunk_bytes, priority, tag(kPart, id));
     part_pending_[id] = uint32_t(out.size() - before);
     part_state_[id].store(uint8_t(Load::loading));
     stats_.needed_bytes += l.part_bytes(part);
@@ -146,8 +152,31 @@ void Engine::moe_begin(Session & session, MoeRun & run) {
     std::vector<ReadRequest> requests;
     for (uint32_t p = 0; p < n_parts; ++p) {
         for (int32_t e : run.experts) {
-            submit_part_locked(run.layer, uint32_t(e), p, requests);
+            submit_part_locked(run.layer, uint32_t(e), p, Priority::demand, requests);
         }
+    }
+    scheduler_->submit(requests);
+    read_ahead_batch_locked(run);
+}
+
+// A batch of many tokens uses nearly every expert of every layer: the next layer's first products need not wait for its
+// routing. Only the first part is read ahead, into room that nobody uses or that was read for one pass.
+void Engine::read_ahead_batch_locked(const MoeRun & run) {
+    constexpr size_t kRowsPerExpert = 8;
+    const uint32_t next = run.layer + 1;
+    if (next >= weights.moe_layers.size() || run.rows.size() < kRowsPerExpert * weights.moe_layers[next].n_experts) {
+        return;
+    }
+    const MoeLayer & l = weights.moe_layers[next];
+    uint64_t n_bytes = cache_->pinned_bytes();
+    std::vector<ReadRequest> requests;
+    for (uint32_t e = 0; e < l.n_experts; ++e) {
+        const uint32_t unit = l.first_unit + e;
+        n_bytes += cache_->unit_bytes(unit);
+        if (n_bytes > cache_->capacity_bytes() || (!cache_->resident(unit) && !admit_locked(unit, false))) {
+            break;
+        }
+        submit_part_locked(next, e, 0, Priority::readahead, requests);
     }
     scheduler_->submit(requests);
 }
@@ -197,7 +226,7 @@ void Engine::pump_wave_locked(MoeRun & run) {
         }
         cache_->pin(unit);
         run.pinned[k] = 1;
-        submit_part_locked(run.layer, expert, uint32_t(run.wave_part), requests);
+        submit_part_locked(run.layer, expert, uint32_t(run.wave_part), Priority::demand, requests);
         run.assigned[k].store(1, std::memory_order_release);
         run.wave_next++;
         run.wave_in_hand++;
@@ -300,7 +329,7 @@ void Engine::pin_experts(int32_t block, const int32_t * ids, size_t n_ids) {
             }
             cache_->pin(u);
             for (uint32_t p = 0; p < layer->parts.size(); ++p) {
-                submit_part_locked(uint32_t(layer - weights.moe_layers.begin()), u - layer->first_unit, p, requests);
+                submit_part_locked(uint32_t(layer - weights.moe_layers.begin()), u - layer->first_unit, p, Priority::demand, requests);
             }
         }
         kept_[u] = kept[u];

@@ -32,12 +32,6 @@ float * output_row(const Product & op, const MoeRun::Row & row) {
     return (float *) ((char *) op.dst->data + row.slot * op.dst->nb[1] + row.token * op.dst->nb[2]);
 }
 
-void zero_all(const Product & op) {
-    if (op.ith == 0) {
-        memset(op.dst->data, 0, ggml_nbytes(op.dst));
-    }
-}
-
 // The K-quant kernel that ggml prefers from eight rows on; it splits the expert's rows among threads itself.
 bool tiled_expert(const Product & op, uint32_t k, const uint8_t * weights) {
     const int32_t e = op.run.experts[k];
@@ -132,12 +126,17 @@ void compute_all(const Product & op) {
 void op_mul_mat_id(ggml_tensor * dst, int ith, int nth, void *) {
     const OpParams & p = op_params(dst);
     const Product op = { dst, p, *p.session, *p.session->engine, p.session->runs[p.run], uint32_t(p.part), ith, nth };
-    if (op.session.failed.load()) {
-        zero_all(op);
-    } else {
+    if (!op.session.failed.load()) {
         compute_all(op);
     }
-    if (p.last && op.run.threads_in_last.fetch_sub(1) == 1) {
+    if (op.run.threads_in_part[op.part].fetch_sub(1) != 1) {
+        return;
+    }
+    // the last thread: whatever this product has not computed must still be finite, for it reaches the KV cache
+    if (op.session.failed.load()) {
+        memset(dst->data, 0, ggml_nbytes(dst));
+    }
+    if (p.last) {
         op.engine.moe_end(op.run);
     }
 }

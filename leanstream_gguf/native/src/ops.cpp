@@ -87,6 +87,8 @@ void op_select(ggml_tensor * dst, int ith, int nth, void *) {
     MoeRun & run = session.runs[p.run];
     const MoeLayer & layer = engine.weights.moe_layers[size_t(p.index)];
     run.layer = uint32_t(p.index);
+    run.experts.clear();
+    run.reserve_counters(0, nth);
     if (session.failed.load()) {
         return;
     }

@@ -104,7 +104,7 @@ Plan make_plan(const PlanInput & in) {
     const uint64_t cache_floor = in.cache_bytes ? std::min(in.cache_bytes, in.expert_total_bytes) : cache_min;
     constexpr uint64_t MiB = 1u << 20; // a round number survives a few pages of growth between plan and load
     plan.minimum_bytes = (base + ring_min + std::max(cache_floor, cache_min) + MiB - 1) / MiB * MiB;
-    plan.full_bytes    = base + plan.dense_bytes + in.expert_total_bytes;
+    plan.full_bytes    = std::max(plan.minimum_bytes, base + plan.dense_bytes + in.expert_total_bytes);
 
     if (in.cache_bytes && in.expert_total_bytes && in.cache_bytes < cache_min) {
         throw Error(LS_ERR_BUDGET, format("an expert cache of %s is too small: one token needs %s of one layer; give at least that",

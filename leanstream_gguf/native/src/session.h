@@ -42,7 +42,7 @@ struct MoeRun {
     std::unique_ptr<std::atomic<uint8_t>[]>  assigned;  // [n_distinct] wave only
     std::unique_ptr<std::atomic<int32_t>[]>  next_chunk; // [n_parts][n_distinct]
     std::unique_ptr<std::atomic<int32_t>[]>  threads_left; // [n_parts][n_distinct]
-    std::atomic<int32_t> threads_in_last{0};
+    std::atomic<int32_t> threads_in_part[4] = {}; // threads that have not finished the product of a part
     size_t room = 0;                  // n_parts * n_distinct that fit the arrays above
 
     void reserve_counters(uint32_t n_parts, int n_threads);
