@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import memcap
 import pytest
 
 pytestmark = [pytest.mark.native, pytest.mark.model, pytest.mark.slow, pytest.mark.usefixtures("native")]
@@ -57,3 +60,33 @@ def test_dense_with_all_half_and_none_of_the_layers_pinned(
         plan = verify(path, shape, "--memory", str(middle))["plan"]
     share = plan["dense"]["pinned_bytes"] / plan["dense"]["total_bytes"]
     assert {"full": share == 1, "half": 0.3 < share < 0.7, "min": share < 0.1}[memory], share
+
+
+def can_make_groups() -> bool:
+    """Whether this user may create a memory cgroup."""
+    try:
+        with memcap.MemoryGroup(1 << 30):
+            return True
+    except (OSError, RuntimeError):
+        return False
+
+
+@pytest.mark.skipif(not can_make_groups(), reason="needs the right to create memory cgroups")
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["minimum", "half", "full"])
+@pytest.mark.parametrize("model", ["zoo_moe", "zoo_relu2"])
+def test_answer_in_a_cgroup_of_exactly_the_budget(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str, share: float
+) -> None:
+    path: Path = request.getfixturevalue(model)
+    plan = leanstream("plan", "-m", path, "--ctx", "1024", "--memory", "min", "--no-speed")
+    low, high = plan["minimum_budget_bytes"], plan["full_budget_bytes"]
+    budget = int(low * 1.02 + share * (high - low))
+    prompt = "Reading a file in parts keeps memory small. " * 50
+    command = [sys.executable, "-m", "leanstream_gguf", "run", "-m", str(path), "-p", prompt, "-n", "64", "--ctx", "1024"]
+    out = tmp_path / "out.json"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    script = f"exec {shlex.join(command)} --memory {budget} --json > {out}"
+    report = memcap.run(["sh", "-c", script], budget, [])
+    assert report["exit_code"] == 0 and report["oom_kills"] == 0, report
+    assert report["peak_owned_bytes"] <= budget, report
+    assert json.loads(out.read_text())["peak_rss_bytes"] <= budget
