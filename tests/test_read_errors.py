@@ -127,6 +127,40 @@ def test_context_before_the_failed_batch_survives(tiny: Tiny, faults: Path, name
     assert result["same"]
 
 
+EVERYWHERE = (
+    SETUP
+    + """
+llm = build(logits_all=True)
+prompt = llm.tokenize(b"the quick brown fox jumps over the lazy dog")
+
+def run():
+    llm.reset()
+    llm.eval(prompt)
+    for token in (50, 60, 70, 80):
+        llm.eval([token])
+    return llm.scores[: llm.n_tokens].tobytes()
+
+expected, wrong, n_raised = run(), [], 0
+for skip in range(0, 120, 7):
+    arm(EIO, skip, 10**6)
+    try:
+        run()
+    except errors.ReadError:
+        n_raised += 1
+    arm(0, 0, 0)
+    wrong += [skip for _ in range(2) if run() != expected]
+print(json.dumps({"wrong": wrong, "n_raised": n_raised}))
+"""
+)
+
+
+@pytest.mark.parametrize("name", ["dense_untied", "dense_gemma3", "dense_looped", *NAMES[1:]])
+def test_nothing_of_a_failed_batch_stays_in_the_context(tiny: Tiny, faults: Path, name: str) -> None:
+    result = run_python(EVERYWHERE, tiny(name), preload=faults).require()
+    assert result["n_raised"] > 3
+    assert result["wrong"] == []
+
+
 TRANSIENT = (
     SETUP
     + """
