@@ -320,12 +320,14 @@ void Engine::pin_experts(int32_t block, const int32_t * ids, size_t n_ids) {
             .sizes(n_bytes + demand, plan_.cache_bytes);
     }
     std::vector<ReadRequest> requests;
+    bool room = true;
     for (uint32_t u = layer->first_unit; u < layer->first_unit + layer->n_experts; ++u) {
         if (kept_[u] && !kept[u]) {
             cache_->unpin(u);
         } else if (kept[u] && !kept_[u]) {
-            if (!cache_->resident(u) && !admit_locked(u, false)) {
-                throw Error(LS_ERR_STATE, "the experts in use leave no room to pin now; try again between tokens");
+            room = room && (cache_->resident(u) || admit_locked(u, false));
+            if (!room) {
+                continue;
             }
             cache_->pin(u);
             for (uint32_t p = 0; p < layer->parts.size(); ++p) {
@@ -334,7 +336,10 @@ void Engine::pin_experts(int32_t block, const int32_t * ids, size_t n_ids) {
         }
         kept_[u] = kept[u];
     }
-    scheduler_->submit(requests);
+    scheduler_->submit(requests); // also when the rest found no room: somebody may wait for these parts by now
+    if (!room) {
+        throw Error(LS_ERR_STATE, "the experts in use leave no room to pin now; try again between tokens");
+    }
 }
 
 } // namespace ls
