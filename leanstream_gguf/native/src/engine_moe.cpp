@@ -10,6 +10,13 @@ namespace {
 // Experts that a wave has in hand: enough reads to fill the drive, few enough to leave the cache's regulars alone.
 constexpr uint32_t kWaveAhead = 12;
 
+// A batch with this many rows for each expert uses nearly all of them: a pass, not a preference.
+constexpr size_t kPassRows = 8;
+
+bool is_pass(const MoeRun & run, const MoeLayer & layer) {
+    return run.rows.size() >= kPassRows * layer.n_experts;
+}
+
 } // namespace
 
 void Engine::drop_parts_locked(uint32_t unit) {
@@ -92,7 +99,7 @@ bool Engine::pin_run_locked(MoeRun & run) {
     for (size_t k = 0; k < run.experts.size(); ++k) {
         const uint32_t unit = l.first_unit + uint32_t(run.experts[k]);
         if (!run.pinned[k]) {
-            if (!admit_locked(unit, false)) {
+            if (!admit_locked(unit, is_pass(run, l))) {
                 return false;
             }
             cache_->pin(unit);
@@ -137,7 +144,7 @@ void Engine::moe_begin(Session & session, MoeRun & run) {
         const uint32_t unit = l.first_unit + uint32_t(e);
         const bool hit = whole_unit_locked(unit, n_parts);
         (hit ? stats_.hits : stats_.misses)++;
-        if (cache_->resident(unit)) {
+        if (!is_pass(run, l) && cache_->resident(unit)) { // a pass says nothing about what will be used again
             cache_->touch(unit);
         }
     }
@@ -162,9 +169,8 @@ void Engine::moe_begin(Session & session, MoeRun & run) {
 // A batch of many tokens uses nearly every expert of every layer: the next layer's first products need not wait for its
 // routing. Only the first part is read ahead, into room that nobody uses or that was read for one pass.
 void Engine::read_ahead_batch_locked(const MoeRun & run) {
-    constexpr size_t kRowsPerExpert = 8;
     const uint32_t next = run.layer + 1;
-    if (next >= weights.moe_layers.size() || run.rows.size() < kRowsPerExpert * weights.moe_layers[next].n_experts) {
+    if (next >= weights.moe_layers.size() || !is_pass(run, weights.moe_layers[next])) {
         return;
     }
     const MoeLayer & l = weights.moe_layers[next];
@@ -173,7 +179,7 @@ void Engine::read_ahead_batch_locked(const MoeRun & run) {
     for (uint32_t e = 0; e < l.n_experts; ++e) {
         const uint32_t unit = l.first_unit + e;
         n_bytes += cache_->unit_bytes(unit);
-        if (n_bytes > cache_->capacity_bytes() || (!cache_->resident(unit) && !admit_locked(unit, false))) {
+        if (n_bytes > cache_->capacity_bytes() || (!cache_->resident(unit) && !admit_locked(unit, true))) {
             break;
         }
         submit_part_locked(next, e, 0, Priority::readahead, requests);

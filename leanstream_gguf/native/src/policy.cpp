@@ -118,7 +118,10 @@ public:
     Lfu(uint32_t n_units, double half_life) : score_(n_units, -HUGE_VAL), half_life_(half_life) {}
 
     void insert(uint32_t u) override { use(u); order_.insert({score_[u], u}); }
-    void insert_cold(uint32_t u) override { order_.insert({score_[u], u}); }
+    void insert_cold(uint32_t u) override {
+        score_[u] = kCold - double(++time_); // below every unit that was used; the latest first, as in the other policies
+        order_.insert({score_[u], u});
+    }
     void touch(uint32_t u) override { order_.erase({score_[u], u}); use(u); order_.insert({score_[u], u}); }
     void erase(uint32_t u) override { order_.erase({score_[u], u}); }
 
@@ -139,6 +142,8 @@ private:
         const double high = std::max(score_[u], now), low = std::min(score_[u], now);
         score_[u] = high + std::log2(1.0 + std::exp2(low - high));
     }
+
+    static constexpr double kCold = -1e15;
 
     std::vector<double> score_;
     std::set<std::pair<double, uint32_t>> order_;

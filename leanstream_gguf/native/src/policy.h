@@ -13,7 +13,9 @@ public:
     virtual ~Policy() = default;
 
     virtual void insert(uint32_t unit) = 0;  // became resident, by a use
-    virtual void insert_cold(uint32_t unit) = 0; // became resident for one pass: give it up first
+    // Became resident for a pass over everything: give it up before all others, and the latest of these first, because a pass
+    // comes round in the same order.
+    virtual void insert_cold(uint32_t unit) = 0;
     virtual void touch (uint32_t unit) = 0;  // used while resident
     virtual void erase (uint32_t unit) = 0;  // no longer resident
 
