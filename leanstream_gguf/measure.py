@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from . import kernel_rate, planner, probe
+from ._lib import native
 from .errors import BudgetError, LibraryError
 from .runtime import ModelHandle
-from .settings import Budget, StreamConfig
+from .settings import IO_BACKENDS, Budget, StreamConfig
+from .units import format_bytes
 
 MINIMUM_ATTEMPTS = 4
 
@@ -139,16 +141,26 @@ class Speeds:
         return asdict(self)
 
 
-READ_BLOCK_BYTES = 1 << 20  # the runtime's largest single read
-READ_DEPTH = 4
+# What the runtime does where StreamConfig says "chosen".
+READ_BLOCK_BYTES = 1 << 20
+URING_DEPTH = 16
+PREAD_THREADS = 4
 
 
-def measure_speeds(handle: ModelHandle, n_threads: int) -> Speeds:
-    """Time the drive under the model and the processor on the model's weight types: about two seconds."""
-    shards = handle.index()["shards"]
-    largest = max(shards, key=lambda shard: int(shard["bytes"]))["path"]
-    drive = probe.drive_rate(largest, READ_BLOCK_BYTES, READ_DEPTH, sequential=True, duration_ms=600)
-    drive_reason = f"sequential reads of 1 MiB, {READ_DEPTH} at once, {'past' if drive.direct else 'through'} the page cache"
+def _read_depth(config: StreamConfig) -> int:
+    """Reads in flight under this configuration."""
+    uring = config.io_backend != "pread" and bool(native().lib.ls_have_io_uring())
+    return min(64, (config.io_depth or URING_DEPTH) if uring else (config.io_threads or PREAD_THREADS))
+
+
+def measure_speeds(handle: ModelHandle, config: StreamConfig, n_threads: int) -> Speeds:
+    """Time the drive under the model and the processor on the model's weight types: about three seconds."""
+    largest = max(handle.index()["shards"], key=lambda shard: int(shard["bytes"]))
+    block = min(int(config.chunk_bytes) or READ_BLOCK_BYTES, int(largest["bytes"]) // 4096 * 4096)
+    depth = _read_depth(config)
+    backend = IO_BACKENDS[config.io_backend]
+    drive = probe.drive_rate(largest["path"], block, depth, sequential=True, duration_ms=800, io_backend=backend)
+    drive_reason = f"reads in order of {format_bytes(block)}, {depth} at once, {'past' if drive.direct else 'through'} the page cache"
     try:
         compute = kernel_rate.compute_rate(handle.index(), n_threads)
     except LibraryError as error:

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             **model.plan(budget, config),
         }
         if not args.no_speed:
-            speeds = measure.measure_speeds(model.handle, wish.threads)
+            speeds = measure.measure_speeds(model.handle, config, wish.threads)
             document["speeds"] = speeds.to_dict()
             document["expected"] = _expected(planner, document, speeds, config.policy)
             document["expected_tokens_per_second"] = document["expected"].get("tokens_per_second")
