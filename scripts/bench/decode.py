@@ -155,7 +155,7 @@ def measure(workload: dict[str, Any], model: Path, found: dict[str, Worker]) -> 
     for name, worker in found.items():
         say(f"checking and warming {name}")
         variants[name]["check"] = worker.ask("check")
-        worker.ask("warm", n=variant.get("warmup_tokens", workload.get("warmup_tokens", 0)))
+        worker.ask("warm", n=workload["variants"][name].get("warmup_tokens", workload.get("warmup_tokens", 0)))
         for _ in range(workload.get("warmup_samples", 1)):
             worker.ask("sample")
         if worker.watcher:
