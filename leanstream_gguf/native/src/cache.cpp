@@ -1,21 +1,13 @@
 #include "cache.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace ls {
 
-SlotCache::SlotCache(std::vector<uint64_t> unit_bytes)
-    : unit_bytes_(std::move(unit_bytes)), slot_(unit_bytes_.size(), -1), pins_(unit_bytes_.size(), 0) {
-    for (uint64_t b : unit_bytes_) {
-        stride_ = std::max(stride_, b);
-    }
-    space_ = AddressSpace(stride_ * unit_bytes_.size());
-    slot_touched_.assign(unit_bytes_.size(), 0);
-    for (size_t i = unit_bytes_.size(); i-- > 0;) {
-        free_slots_.push_back(uint32_t(i));
-    }
-    policy_ = make_policy("lru", {}, n_units(), n_units());
-}
+SlotCache::SlotCache(uint32_t n_units, uint64_t slot_bytes)
+    : slot_bytes_(slot_bytes), space_(slot_bytes * n_units), slot_(n_units, -1), unit_(n_units, -1), pins_(n_units, 0),
+      policy_(make_policy("lru", {}, n_units, n_units)) {}
 
 void SlotCache::set_policy(std::unique_ptr<Policy> policy) {
     for (uint32_t u = 0; u < n_units(); ++u) {
@@ -26,52 +18,60 @@ void SlotCache::set_policy(std::unique_ptr<Policy> policy) {
     policy_ = std::move(policy);
 }
 
-bool SlotCache::set_capacity(uint64_t n_bytes) {
-    capacity_bytes_ = n_bytes;
-    std::vector<uint32_t> evicted;
-    const bool fits = make_room(0, evicted);
-    trim_free_slots();
-    return fits;
-}
-
-void SlotCache::trim_free_slots() {
-    for (size_t i = 0; i < free_slots_.size() && held_bytes_ > capacity_bytes_; ++i) {
-        const uint32_t s = free_slots_[i];
-        AddressSpace::discard(space_.base() + s * stride_, slot_touched_[s]);
-        held_bytes_ -= slot_touched_[s];
-        slot_touched_[s] = 0;
+bool SlotCache::set_capacity(uint64_t n_bytes, std::vector<uint32_t> & evicted) {
+    const uint32_t wanted = slot_bytes_ ? uint32_t(std::min<uint64_t>(n_units(), n_bytes / slot_bytes_)) : 0;
+    while (n_resident_ > wanted && evict_one(evicted)) {
     }
+    n_slots_ = std::max(wanted, n_resident_);
+    pack();
+    space_.commit(space_.base(), n_slots_ * slot_bytes_);
+    AddressSpace::prefer_large_pages(space_.base(), n_slots_ * slot_bytes_);
+    AddressSpace::discard(slot_memory(n_slots_), (n_units() - n_slots_) * slot_bytes_);
+    return n_slots_ == wanted;
 }
 
-bool SlotCache::make_room(uint64_t n_bytes, std::vector<uint32_t> & evicted) {
-    while (used_bytes_ + n_bytes > capacity_bytes_) {
-        const int64_t u = policy_->victim([this](uint32_t v) { return pins_[v] == 0; });
-        if (u < 0) {
-            return false;
+// Move units from beyond the last slot into free ones, and list the free ones anew.
+void SlotCache::pack() {
+    uint32_t free = 0;
+    for (uint32_t s = n_slots_; s < n_units(); ++s) {
+        if (unit_[s] < 0) {
+            continue;
         }
-        evict(uint32_t(u));
-        evicted.push_back(uint32_t(u));
+        while (unit_[free] >= 0) {
+            ++free;
+        }
+        space_.commit(slot_memory(free), slot_bytes_);
+        memcpy(slot_memory(free), slot_memory(s), slot_bytes_);
+        slot_[size_t(unit_[s])] = int32_t(free);
+        std::swap(unit_[free], unit_[s]);
     }
+    free_slots_.clear();
+    for (uint32_t s = n_slots_; s-- > 0;) {
+        if (unit_[s] < 0) {
+            free_slots_.push_back(s);
+        }
+    }
+}
+
+bool SlotCache::evict_one(std::vector<uint32_t> & evicted) {
+    const int64_t u = policy_->victim([this](uint32_t v) { return pins_[v] == 0; });
+    if (u < 0) {
+        return false;
+    }
+    evict(uint32_t(u));
+    evicted.push_back(uint32_t(u));
     return true;
 }
 
 bool SlotCache::admit(uint32_t unit, bool cold, std::vector<uint32_t> & evicted) {
-    if (pinned_bytes_ + unit_bytes_[unit] > capacity_bytes_ || !make_room(unit_bytes_[unit], evicted)) {
+    if (free_slots_.empty() && !evict_one(evicted)) {
         return false;
     }
     const uint32_t s = free_slots_.back();
     free_slots_.pop_back();
-    uint8_t * memory = space_.base() + s * stride_;
-    space_.commit(memory, unit_bytes_[unit]);
-    if (slot_touched_[s] > unit_bytes_[unit]) { // a larger unit was here: its tail goes back to the system
-        AddressSpace::discard(memory + unit_bytes_[unit], slot_touched_[s] - unit_bytes_[unit]);
-    }
-    held_bytes_ = held_bytes_ - slot_touched_[s] + unit_bytes_[unit];
-    slot_touched_[s] = unit_bytes_[unit];
     slot_[unit] = int32_t(s);
-    used_bytes_ += unit_bytes_[unit];
+    unit_[s] = int32_t(unit);
     n_resident_++;
-    trim_free_slots();
     if (cold) {
         policy_->insert_cold(unit);
     } else {
@@ -82,9 +82,10 @@ bool SlotCache::admit(uint32_t unit, bool cold, std::vector<uint32_t> & evicted)
 
 void SlotCache::evict(uint32_t unit) {
     policy_->erase(unit);
-    free_slots_.push_back(uint32_t(slot_[unit]));
+    const uint32_t s = uint32_t(slot_[unit]);
+    free_slots_.push_back(s);
+    unit_[s] = -1;
     slot_[unit] = -1;
-    used_bytes_ -= unit_bytes_[unit];
     n_resident_--;
 }
 

@@ -57,13 +57,8 @@ PlanInput Engine::plan_input(const FixedMemory & fixed, uint64_t budget_bytes, u
     for (const Session * s : sessions_) {
         in.n_held_at_once = std::max(in.n_held_at_once, s->n_held_at_once);
     }
+    in.expert_bytes = weights.largest_expert_bytes();
     for (const MoeLayer & l : weights.moe_layers) {
-        uint64_t largest = 0;
-        for (uint32_t e = 0; e < l.n_experts; ++e) {
-            largest = std::max(largest, l.unit_bytes(e));
-            in.expert_total_bytes += l.unit_bytes(e);
-        }
-        in.expert_bytes.push_back(largest);
         in.n_experts.push_back(l.n_experts);
     }
     in.n_expert_used = std::max(1u, index_.n_expert_used);
@@ -94,21 +89,17 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
     zeros_ = AddressSpace(weights.largest_group_bytes());
     zeros_.commit(zeros_.base(), zeros_.size());
 
-    std::vector<uint64_t> unit_bytes;
-    for (size_t l = 0; l < weights.moe_layers.size(); ++l) {
-        for (uint32_t e = 0; e < weights.moe_layers[l].n_experts; ++e) {
-            unit_bytes.push_back(weights.moe_layers[l].unit_bytes(e));
-            layer_of_unit_.push_back(uint32_t(l));
-        }
-    }
-    part_state_.reset(new std::atomic<uint8_t>[unit_bytes.size() * MoeLayer::kMaxParts]());
-    part_pending_.assign(unit_bytes.size() * MoeLayer::kMaxParts, 0);
     n_parts_missing_ = 0;
+    layer_of_unit_.clear();
     for (const MoeLayer & l : weights.moe_layers) {
+        layer_of_unit_.insert(layer_of_unit_.end(), l.n_experts, uint32_t(&l - weights.moe_layers.data()));
         n_parts_missing_ += uint64_t(l.n_experts) * l.parts.size();
     }
-    kept_.assign(unit_bytes.size(), false);
-    cache_ = std::make_unique<SlotCache>(std::move(unit_bytes));
+    const size_t n_units = layer_of_unit_.size();
+    part_state_.reset(new std::atomic<uint8_t>[n_units * MoeLayer::kMaxParts]());
+    part_pending_.assign(n_units * MoeLayer::kMaxParts, 0);
+    kept_.assign(n_units, false);
+    cache_ = std::make_unique<SlotCache>(uint32_t(n_units), weights.largest_expert_bytes());
 
     const uint64_t begin = now_ns();
     const IoCounters before = scheduler_->counters();
@@ -164,33 +155,26 @@ void Engine::wait_idle_locked(Lock & lock) {
     lock.lock();
 }
 
-void Engine::rebuild_cache_policy_locked(uint64_t capacity) {
-    const uint64_t mean = cache_->n_units() ? std::max<uint64_t>(1, cache_->unit_bytes(0)) : 1;
-    cache_->set_policy(make_policy(policy_name_, policy_params_, cache_->n_units(), uint32_t(capacity / mean)));
+void Engine::rebuild_cache_policy_locked() {
+    cache_->set_policy(make_policy(policy_name_, policy_params_, cache_->n_units(), cache_->n_slots()));
 }
 
 void Engine::apply_locked(Lock & lock, const Plan & plan) {
     wait_idle_locked(lock);
     apply_dense_locked(plan);
-    std::vector<uint32_t> resident_before;
-    for (uint32_t u = 0; u < cache_->n_units(); ++u) {
-        if (cache_->resident(u)) {
-            resident_before.push_back(u);
-        }
+    std::vector<uint32_t> evicted;
+    const uint32_t n_slots_before = cache_->n_slots();
+    cache_->set_capacity(plan.cache_bytes, evicted);
+    for (uint32_t u : evicted) {
+        drop_parts_locked(u);
     }
-    cache_->set_capacity(plan.cache_bytes);
-    for (uint32_t u : resident_before) {
-        if (!cache_->resident(u)) {
-            drop_parts_locked(u);
-        }
-    }
-    if (cache_->n_units()) {
-        rebuild_cache_policy_locked(plan.cache_bytes);
+    if (cache_->n_slots() != n_slots_before) {
+        rebuild_cache_policy_locked();
     }
     plan_ = plan;
     update_all_ready_locked();
     // everything fits: nothing will be evicted, so read it all now rather than at first use
-    if (plan.cache_bytes && plan.mode(plan_input(fixed_, budget_bytes_, cache_bytes_)) == std::string("resident")) {
+    if (plan.cache_bytes && plan.mode() == std::string("resident")) {
         std::vector<ReadRequest> requests;
         for (uint32_t u = 0; u < cache_->n_units(); ++u) {
             const uint32_t l = layer_of_unit_[u];
@@ -210,10 +194,7 @@ void Engine::set_budget(uint64_t budget_bytes, uint64_t cache_bytes) {
         throw Error(LS_ERR_STATE, "the model is not activated yet");
     }
     const Plan plan = make_plan(plan_input(fixed_, budget_bytes, cache_bytes));
-    uint64_t kept_bytes = 0;
-    for (uint32_t u = 0; u < cache_->n_units(); ++u) {
-        kept_bytes += kept_[u] ? cache_->unit_bytes(u) : 0;
-    }
+    const uint64_t kept_bytes = uint64_t(std::count(kept_.begin(), kept_.end(), true)) * cache_->slot_bytes();
     if (kept_bytes > 0 && kept_bytes + plan.token_demand_bytes / std::max<size_t>(1, weights.moe_layers.size()) > plan.cache_bytes) {
         throw Error(LS_ERR_BUDGET, format("pinned experts take %s of an expert cache of %s; unpin some first", human_bytes(kept_bytes).c_str(),
             human_bytes(plan.cache_bytes).c_str())).sizes(plan.cache_bytes, kept_bytes);
@@ -239,7 +220,7 @@ void Engine::set_policy(const std::string & name, const PolicyParams & params) {
     policy_name_   = name;
     policy_params_ = params;
     if (cache_ && cache_->n_units()) {
-        rebuild_cache_policy_locked(cache_->capacity_bytes());
+        rebuild_cache_policy_locked();
     }
 }
 
@@ -440,7 +421,7 @@ void Engine::get_stats(ls_stats & out) const {
         out.cached_experts       = cache_->n_resident();
         out.cache_capacity_bytes = cache_->capacity_bytes();
         out.resident_now_bytes   = weights.resident_bytes() + plan_.pinned_bytes + ring_.slots.size() * weights.largest_group_bytes() +
-            cache_->held_bytes();
+            cache_->capacity_bytes();
     }
 }
 

@@ -118,7 +118,7 @@ private:
     void apply_dense_locked(const Plan & plan);
     void load_resident(Lock & lock);
     void prefer_large_pages_locked(const Plan & plan);
-    void rebuild_cache_policy_locked(uint64_t capacity);
+    void rebuild_cache_policy_locked();
     void wait_idle_locked(Lock & lock);
     void record_read_error(const ReadRequest & request, int error);
     void release_all_locked(Session & session);

@@ -77,11 +77,7 @@ void Engine::submit_part_locked(uint32_t layer, uint32_t expert, uint32_t part, 
 // All or nothing: a run that holds some experts never waits for others, so contexts cannot block each other.
 bool Engine::pin_run_locked(MoeRun & run) {
     const MoeLayer & l = weights.moe_layers[run.layer];
-    uint64_t n_bytes = 0;
-    for (int32_t e : run.experts) {
-        n_bytes += cache_->unit_bytes(l.first_unit + uint32_t(e));
-    }
-    if (n_bytes > cache_->capacity_bytes()) {
+    if (run.experts.size() > cache_->n_slots()) {
         return false;
     }
     const uint32_t n_parts = uint32_t(l.parts.size());
@@ -174,12 +170,10 @@ void Engine::read_ahead_batch_locked(const MoeRun & run) {
         return;
     }
     const MoeLayer & l = weights.moe_layers[next];
-    uint64_t n_bytes = cache_->pinned_bytes();
     std::vector<ReadRequest> requests;
     for (uint32_t e = 0; e < l.n_experts; ++e) {
         const uint32_t unit = l.first_unit + e;
-        n_bytes += cache_->unit_bytes(unit);
-        if (n_bytes > cache_->capacity_bytes() || (!cache_->resident(unit) && !admit_locked(unit, true))) {
+        if (!cache_->resident(unit) && !admit_locked(unit, true)) {
             break;
         }
         submit_part_locked(next, e, 0, Priority::readahead, requests);
@@ -315,12 +309,9 @@ void Engine::pin_experts(int32_t block, const int32_t * ids, size_t n_ids) {
         }
         kept[layer->first_unit + uint32_t(ids[i])] = true;
     }
-    uint64_t n_bytes = 0;
-    for (uint32_t u = 0; u < kept.size(); ++u) {
-        n_bytes += kept[u] ? cache_->unit_bytes(u) : 0;
-    }
+    const uint64_t n_bytes = uint64_t(std::count(kept.begin(), kept.end(), true)) * cache_->slot_bytes();
     const uint64_t demand = plan_.token_demand_bytes / std::max<size_t>(1, weights.moe_layers.size());
-    if (n_bytes + demand > plan_.cache_bytes && n_bytes > 0 && plan_.cache_bytes < cache_->n_units() * cache_->unit_bytes(0)) {
+    if (n_bytes + demand > plan_.cache_bytes && n_bytes > 0 && cache_->n_slots() < cache_->n_units()) {
         throw Error(LS_ERR_BUDGET, format("pinning %s leaves less than one token's experts of one layer (%s) in a cache of %s; pin "
             "fewer or raise the budget", human_bytes(n_bytes).c_str(), human_bytes(demand).c_str(), human_bytes(plan_.cache_bytes).c_str()))
             .sizes(n_bytes + demand, plan_.cache_bytes);

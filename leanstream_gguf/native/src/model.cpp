@@ -132,19 +132,13 @@ static void write_memory(Json & j, const FixedMemory & f, const PlanInput & in, 
 
 static void write_experts(Json & j, const PlanInput & in, const Plan & plan) {
     auto o = j.object();
-    uint32_t n = 0;
-    uint64_t largest = 0;
-    for (size_t l = 0; l < in.n_experts.size(); ++l) {
-        n += in.n_experts[l];
-        largest = std::max(largest, in.expert_bytes[l]);
-    }
     j.key("n_layers").number(uint32_t(in.n_experts.size()));
     j.key("n_experts").number(in.n_experts.empty() ? 0u : in.n_experts[0]);
     j.key("n_used").number(in.n_experts.empty() ? 0u : in.n_expert_used);
-    j.key("total_bytes").number(in.expert_total_bytes);
-    j.key("expert_bytes").number(largest);
+    j.key("total_bytes").number(plan.experts_bytes);
+    j.key("expert_bytes").number(in.expert_bytes);
     j.key("capacity_bytes").number(plan.cache_bytes);
-    j.key("capacity_experts").number(n ? plan.cache_bytes / std::max<uint64_t>(1, in.expert_total_bytes / n) : uint64_t(0));
+    j.key("capacity_experts").number(in.expert_bytes ? plan.cache_bytes / in.expert_bytes : uint64_t(0));
     j.key("token_demand_bytes").number(plan.token_demand_bytes);
     j.key("token_demand_experts").number(plan.token_demand_experts);
 }
@@ -164,7 +158,7 @@ std::string ls::plan_json(ls_model & model, uint64_t budget_bytes, uint64_t cach
         j.key("minimum_budget_bytes").number(plan.minimum_bytes);
         j.key("full_budget_bytes").number(plan.full_bytes);
         j.key("budget_bytes").number(in.budget_bytes);
-        j.key("mode").string(plan.mode(in));
+        j.key("mode").string(plan.mode());
         j.key("memory");
         write_memory(j, fixed, in, plan);
         j.key("dense");

@@ -20,11 +20,11 @@ uint64_t sum(const std::vector<uint64_t> & v) {
 
 // one token's experts of one layer: below that a layer cannot be computed without waves
 uint64_t minimum_cache(const PlanInput & in) {
-    uint64_t n = 0;
-    for (size_t l = 0; l < in.expert_bytes.size(); ++l) {
-        n = std::max(n, in.expert_bytes[l] * std::min(in.n_expert_used, in.n_experts[l]));
+    uint32_t n = 0;
+    for (uint32_t n_experts : in.n_experts) {
+        n = std::max(n, std::min(in.n_expert_used, n_experts));
     }
-    return std::min(n, in.expert_total_bytes);
+    return n * in.expert_bytes;
 }
 
 void pin_groups(const PlanInput & in, Plan & plan, uint64_t available) {
@@ -54,8 +54,8 @@ void split_dense(const PlanInput & in, Plan & plan, uint64_t available) {
     pin_groups(in, plan, available - plan.n_ring_slots * in.ring_slot_bytes);
 }
 
-void warn_of_small_cache(const PlanInput & in, Plan & plan) {
-    if (in.expert_total_bytes > 0 && plan.cache_bytes < plan.token_demand_bytes && plan.cache_bytes < in.expert_total_bytes) {
+void warn_of_small_cache(Plan & plan) {
+    if (plan.experts_bytes > 0 && plan.cache_bytes < plan.token_demand_bytes && plan.cache_bytes < plan.experts_bytes) {
         plan.warnings.push_back(format("the expert cache (%s) is smaller than what one token uses (%u experts, %s): nearly every "
             "expert will be read again for each token; %s more would help most", human_bytes(plan.cache_bytes).c_str(),
             plan.token_demand_experts, human_bytes(plan.token_demand_bytes).c_str(),
@@ -65,8 +65,8 @@ void warn_of_small_cache(const PlanInput & in, Plan & plan) {
 
 } // namespace
 
-const char * Plan::mode(const PlanInput & in) const {
-    const bool experts = cache_bytes < in.expert_total_bytes;
+const char * Plan::mode() const {
+    const bool experts = cache_bytes < experts_bytes;
     return streams_dense() ? (experts ? "layers+experts" : "layers") : experts ? "experts" : "resident";
 }
 
@@ -92,21 +92,20 @@ Plan make_plan(const PlanInput & in) {
     Plan plan;
     plan.pinned.assign(in.group_bytes.size(), false);
     plan.dense_bytes = sum(in.group_bytes);
-    plan.experts_bytes = in.expert_total_bytes;
-    for (size_t l = 0; l < in.expert_bytes.size(); ++l) {
-        const uint32_t n = std::min(in.n_expert_used, in.n_experts[l]);
-        plan.token_demand_experts += n;
-        plan.token_demand_bytes   += in.expert_bytes[l] * n;
+    for (uint32_t n_experts : in.n_experts) {
+        plan.token_demand_experts += std::min(in.n_expert_used, n_experts);
+        plan.experts_bytes        += n_experts * in.expert_bytes;
     }
+    plan.token_demand_bytes = plan.token_demand_experts * in.expert_bytes;
     const uint64_t cache_min = minimum_cache(in);
     const uint64_t ring_min  = std::min(plan.dense_bytes, min_ring_slots(in) * in.ring_slot_bytes);
     const uint64_t base      = in.fixed_bytes + in.resident_bytes;
-    const uint64_t cache_floor = in.cache_bytes ? std::min(in.cache_bytes, in.expert_total_bytes) : cache_min;
+    const uint64_t cache_floor = in.cache_bytes ? std::min(in.cache_bytes, plan.experts_bytes) : cache_min;
     constexpr uint64_t MiB = 1u << 20; // a round number survives a few pages of growth between plan and load
     plan.minimum_bytes = (base + ring_min + std::max(cache_floor, cache_min) + MiB - 1) / MiB * MiB;
-    plan.full_bytes    = std::max(plan.minimum_bytes, base + plan.dense_bytes + in.expert_total_bytes);
+    plan.full_bytes    = std::max(plan.minimum_bytes, base + plan.dense_bytes + plan.experts_bytes);
 
-    if (in.cache_bytes && in.expert_total_bytes && in.cache_bytes < cache_min) {
+    if (in.cache_bytes && plan.experts_bytes && in.cache_bytes < cache_min) {
         throw Error(LS_ERR_BUDGET, format("an expert cache of %s is too small: one token needs %s of one layer; give at least that",
             human_bytes(in.cache_bytes).c_str(), human_bytes(cache_min).c_str())).sizes(in.cache_bytes, cache_min);
     }
@@ -116,15 +115,16 @@ Plan make_plan(const PlanInput & in) {
             human_bytes(plan.minimum_bytes).c_str(), (unsigned long long) plan.minimum_bytes))
             .sizes(in.budget_bytes, plan.minimum_bytes);
     }
-    const uint64_t available = in.budget_bytes ? in.budget_bytes - base : plan.dense_bytes + in.expert_total_bytes;
+    const uint64_t available = in.budget_bytes ? in.budget_bytes - base : plan.dense_bytes + plan.experts_bytes;
     if (available >= plan.dense_bytes + cache_floor) { // dense weights are used by every token: they come first
         pin_groups(in, plan, plan.dense_bytes);
-        plan.cache_bytes = in.cache_bytes ? cache_floor : std::min(in.expert_total_bytes, available - plan.dense_bytes);
+        plan.cache_bytes = in.cache_bytes ? cache_floor : std::min(plan.experts_bytes, available - plan.dense_bytes);
     } else {
         plan.cache_bytes = cache_floor;
         split_dense(in, plan, available - cache_floor);
     }
-    warn_of_small_cache(in, plan);
+    plan.cache_bytes -= in.expert_bytes ? plan.cache_bytes % in.expert_bytes : 0; // whole slots
+    warn_of_small_cache(plan);
     return plan;
 }
 

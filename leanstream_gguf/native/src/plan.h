@@ -14,9 +14,8 @@ struct PlanInput {
     uint64_t ring_slot_bytes = 0;         // largest group
     uint32_t n_ring_slots_wanted = 0;     // 0 = chosen
     uint32_t n_held_at_once = 1;          // groups that one graph needs together
-    std::vector<uint64_t> expert_bytes;   // [moe layer] bytes of one expert in memory, the largest of the layer
+    uint64_t expert_bytes = 0;            // a slot of the expert cache: the largest expert in memory
     std::vector<uint32_t> n_experts;      // [moe layer]
-    uint64_t expert_total_bytes = 0;      // all experts of all layers in memory
     uint32_t n_expert_used = 0;
     uint64_t budget_bytes = 0;    // 0 = no bound
     uint64_t cache_bytes = 0;     // 0 = what is left
@@ -37,7 +36,7 @@ struct Plan {
     std::vector<std::string> warnings;
 
     bool streams_dense() const { return n_pinned < pinned.size(); }
-    const char * mode(const PlanInput & in) const;
+    const char * mode() const;
 };
 
 // Order in which groups are pinned: every prefix is spread evenly over the graph (bit-reversed counting), so that reads

@@ -183,4 +183,14 @@ uint64_t Weights::largest_group_bytes() const {
     return n;
 }
 
+uint64_t Weights::largest_expert_bytes() const {
+    uint64_t n = 0;
+    for (const MoeLayer & l : moe_layers) {
+        for (uint32_t e = 0; e < l.n_experts; ++e) {
+            n = std::max(n, l.unit_bytes(e));
+        }
+    }
+    return n;
+}
+
 } // namespace ls

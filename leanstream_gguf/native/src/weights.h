@@ -79,6 +79,7 @@ public:
     const std::deque<Weight> & all() const { return weights_; }
     uint64_t resident_bytes() const;
     uint64_t largest_group_bytes() const;
+    uint64_t largest_expert_bytes() const;
 
 private:
     void learn_use(Weight & w, const ggml_tensor * node, int source);
