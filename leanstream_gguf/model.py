@@ -1,7 +1,7 @@
 """`Llama`: llama_cpp.Llama with a memory budget. Everything about weights and memory is delegated to runtime.py.
 
 Without `memory_budget` and `stream` this class is its parent. With them, the parent's constructor runs inside a load
-scope in which llama.cpp gives the weights to our runtime; two properties intercept what the constructor assigns, so that
+scope in which llama.cpp gives the weights to our runtime; a property sees the context parameters it assigns, so that
 nothing in llama_cpp is patched.
 """
 
