@@ -70,8 +70,9 @@ public:
     bool group_is_pinned_ready(uint32_t group) const { return pinned_ready_[group].load(std::memory_order_acquire); }
     // thread 0 is through the acquire node
     void publish_acquired(Session & session, const ggml_tensor * node);
-    // other threads of the graph sleep here until then
-    void wait_acquired(Session & session, const ggml_tensor * node);
+    // other threads of the graph sleep here until then, or until the group is pinned and in memory: thread 0 may have seen that
+    // and gone on without a word
+    void wait_acquired(Session & session, const ggml_tensor * node, uint32_t group);
     // rows of a weight that is read row by row: bytes of each row to dest[i] (row_bytes each). False: failed.
     // bytes of a file, at once, on the calling thread; false on error. For llama.cpp's rare looks at a weight.
     bool read_now(uint32_t shard, uint64_t offset, uint64_t n_bytes, uint8_t * dest);

@@ -228,8 +228,10 @@ void Engine::publish_acquired(Session & session, const ggml_tensor * node) {
     changed_.notify_all();
 }
 
-void Engine::wait_acquired(Session & session, const ggml_tensor * node) {
-    const auto done = [&] { return session.acquired.load(std::memory_order_acquire) == node || session.failed.load(); };
+void Engine::wait_acquired(Session & session, const ggml_tensor * node, uint32_t g) {
+    const auto done = [&] {
+        return session.acquired.load(std::memory_order_acquire) == node || group_is_pinned_ready(g) || session.failed.load();
+    };
     // most groups are ready: thread 0 is through in a few microseconds
     for (int i = 0; i < 2000; ++i) {
         if (done()) {

@@ -25,7 +25,7 @@ void op_acquire(ggml_tensor * dst, int ith, int, void *) {
         return; // every group is pinned: nobody takes a lock
     }
     if (ith != 0) {
-        engine.wait_acquired(session, dst);
+        engine.wait_acquired(session, dst, uint32_t(p.index));
         return;
     }
     for (int32_t i = 0; i < p.n_release; ++i) {
