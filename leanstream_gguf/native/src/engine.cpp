@@ -86,6 +86,7 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
     group_pins_.assign(n_groups, 0);
     group_pinned_.assign(n_groups, false);
     next_streamed_.assign(n_groups, 0);
+    group_zeroed_.assign(n_groups, false);
     zeros_ = AddressSpace(weights.largest_group_bytes());
     zeros_.commit(zeros_.base(), zeros_.size());
 
@@ -375,7 +376,7 @@ void Engine::on_read(const ReadRequest & request, int error) {
                 done = true;
                 if (Load(group_state_[id].load()) == Load::loading) {
                     group_state_[id].store(uint8_t(Load::ready), std::memory_order_release);
-                    pinned_ready_[id].store(group_pinned_[id], std::memory_order_release);
+                    pinned_ready_[id].store(group_pinned_[id] && !group_zeroed_[id], std::memory_order_release);
                 }
             }
             break;

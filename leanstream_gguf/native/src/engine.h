@@ -175,6 +175,7 @@ private:
     std::vector<uint32_t> next_streamed_;  // [group] next one in graph order that is not pinned
     Ring ring_;
     AddressSpace zeros_;                   // as large as the largest group, never written
+    std::vector<bool>     group_zeroed_;   // its tensors point at zeros_
     uint32_t resident_pending_ = 0;
 
     // experts

@@ -81,6 +81,7 @@ void Engine::prefer_large_pages_locked(const Plan & plan) {
 void Engine::place_group(uint32_t g, int32_t slot) {
     const DenseGroup & group = weights.groups[g];
     uint8_t * base = slot < 0 ? nullptr : ring_.space.base() + uint64_t(slot) * weights.largest_group_bytes();
+    group_zeroed_[g] = false;
     for (size_t i = 0; i < group.members.size(); ++i) {
         const Weight & w = *group.members[i];
         w.tensor->data = base ? base + group.slot_offset[i] + w.entry->offset % page_size() : w.home;
@@ -157,6 +158,7 @@ void Engine::point_at_zeros_locked(uint32_t g) {
     if (group_pins_[g] > 0) {
         return; // in use by another context, so in memory
     }
+    group_zeroed_[g] = true;
     const DenseGroup & group = weights.groups[g];
     for (size_t i = 0; i < group.members.size(); ++i) {
         group.members[i]->tensor->data = zeros_.base() + group.slot_offset[i] + group.members[i]->entry->offset % page_size();
@@ -195,7 +197,10 @@ void Engine::acquire_group(Session & session, uint32_t g) {
         waited = true;
         wait_locked(lock, true);
     }
-    place_group(g, group_slot_[g]); // after a failure it may point at zeros
+    if (group_zeroed_[g]) { // left so by a context that failed
+        place_group(g, group_slot_[g]);
+        pinned_ready_[g].store(group_pinned_[g], std::memory_order_release);
+    }
     (waited ? stats_.dense_waits : stats_.dense_hits)++;
     group_pins_[g]++;
     session.held_groups.push_back(g);
