@@ -194,25 +194,43 @@ void Engine::set_budget(uint64_t budget_bytes, uint64_t cache_bytes) {
     if (!activated_) {
         throw Error(LS_ERR_STATE, "the model is not activated yet");
     }
+    wait_reconfigured_locked(lock);
     const Plan plan = make_plan(plan_input(fixed_, budget_bytes, cache_bytes));
-    const uint64_t kept_bytes = uint64_t(std::count(kept_.begin(), kept_.end(), true)) * cache_->slot_bytes();
-    if (kept_bytes > 0 && kept_bytes + plan.token_demand_bytes / std::max<size_t>(1, weights.moe_layers.size()) > plan.cache_bytes) {
-        throw Error(LS_ERR_BUDGET, format("pinned experts take %s of an expert cache of %s; unpin some first", human_bytes(kept_bytes).c_str(),
-            human_bytes(plan.cache_bytes).c_str())).sizes(plan.cache_bytes, kept_bytes);
-    }
+    check_kept_locked(kept_, plan);
     budget_bytes_ = budget_bytes;
     cache_bytes_  = cache_bytes;
     reconfigure_locked(lock, plan);
 }
 
+// Before a plan is made and before experts are pinned: an older plan must not be applied after a newer one, and nothing may be
+// read into slots that are about to move.
+void Engine::wait_reconfigured_locked(Lock & lock) {
+    changed_.wait(lock, [this] { return !reconfiguring_; });
+}
+
 // Between graphs: lets none start, waits for those that run, applies the plan.
 void Engine::reconfigure_locked(Lock & lock, const Plan & plan) {
-    changed_.wait(lock, [this] { return !reconfiguring_; });
+    struct End {
+        Engine & engine;
+        ~End() { // also when memory is refused
+            engine.reconfiguring_ = false;
+            engine.changed_.notify_all();
+        }
+    } end{*this};
     reconfiguring_ = true;
     changed_.wait(lock, [this] { return n_active_ == 0; });
     apply_locked(lock, plan);
-    reconfiguring_ = false;
-    changed_.notify_all();
+}
+
+// Pinned experts must leave room for one token's experts of any layer.
+void Engine::check_kept_locked(const std::vector<bool> & kept, const Plan & plan) const {
+    const uint64_t n_bytes = uint64_t(std::count(kept.begin(), kept.end(), true)) * cache_->slot_bytes();
+    const uint64_t needed  = n_bytes + plan.layer_demand_bytes;
+    if (n_bytes > 0 && plan.cache_bytes < plan.experts_bytes && needed > plan.cache_bytes) {
+        throw Error(LS_ERR_BUDGET, format("an expert cache of %s is too small for %s of pinned experts beside one token's experts of "
+            "one layer (%s); pin fewer or raise the budget", human_bytes(plan.cache_bytes).c_str(), human_bytes(n_bytes).c_str(),
+            human_bytes(plan.layer_demand_bytes).c_str())).sizes(plan.cache_bytes, needed);
+    }
 }
 
 void Engine::set_policy(const std::string & name, const PolicyParams & params) {
@@ -246,10 +264,12 @@ void Engine::note_graph(Session & session, const ggml_cgraph * graph, int64_t n_
 
 // A context made after activation: what it holds comes out of the same budget.
 void Engine::charge_locked(Lock & lock, Session & session) {
+    wait_reconfigured_locked(lock);
     FixedMemory fixed = fixed_;
     fixed.kv      += session.kv_bytes;
     fixed.compute += session.fixed_bytes();
     const Plan plan = make_plan(plan_input(fixed, budget_bytes_, cache_bytes_));
+    check_kept_locked(kept_, plan);
     session.charged = true;
     fixed_ = fixed;
     reconfigure_locked(lock, plan);

@@ -124,7 +124,9 @@ private:
     void record_read_error(const ReadRequest & request, int error);
     void release_all_locked(Session & session);
     void charge_locked(Lock & lock, Session & session);
+    void wait_reconfigured_locked(Lock & lock);
     void reconfigure_locked(Lock & lock, const Plan & plan);
+    void check_kept_locked(const std::vector<bool> & kept, const Plan & plan) const;
 
     void point_at_zeros_locked(uint32_t g);
     void place_group(uint32_t g, int32_t slot);

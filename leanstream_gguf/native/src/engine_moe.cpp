@@ -297,6 +297,7 @@ void Engine::pin_experts(int32_t block, const int32_t * ids, size_t n_ids) {
     if (!activated_) {
         throw Error(LS_ERR_STATE, "the model is not activated yet");
     }
+    wait_reconfigured_locked(lock);
     const auto layer = std::find_if(weights.moe_layers.begin(), weights.moe_layers.end(), [&](const MoeLayer & l) { return l.block == block; });
     if (layer == weights.moe_layers.end()) {
         throw Error(LS_ERR_ARGUMENT, format("layer %d has no experts that stream", block));
@@ -309,13 +310,7 @@ void Engine::pin_experts(int32_t block, const int32_t * ids, size_t n_ids) {
         }
         kept[layer->first_unit + uint32_t(ids[i])] = true;
     }
-    const uint64_t n_bytes = uint64_t(std::count(kept.begin(), kept.end(), true)) * cache_->slot_bytes();
-    const uint64_t demand = plan_.token_demand_bytes / std::max<size_t>(1, weights.moe_layers.size());
-    if (n_bytes + demand > plan_.cache_bytes && n_bytes > 0 && cache_->n_slots() < cache_->n_units()) {
-        throw Error(LS_ERR_BUDGET, format("pinning %s leaves less than one token's experts of one layer (%s) in a cache of %s; pin "
-            "fewer or raise the budget", human_bytes(n_bytes).c_str(), human_bytes(demand).c_str(), human_bytes(plan_.cache_bytes).c_str()))
-            .sizes(n_bytes + demand, plan_.cache_bytes);
-    }
+    check_kept_locked(kept, plan_);
     std::vector<ReadRequest> requests;
     bool room = true;
     for (uint32_t u = layer->first_unit; u < layer->first_unit + layer->n_experts; ++u) {

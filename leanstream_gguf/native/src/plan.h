@@ -32,6 +32,7 @@ struct Plan {
     uint64_t cache_bytes = 0;     // capacity of the expert cache
     uint64_t experts_bytes = 0;   // all experts of all layers
     uint64_t token_demand_bytes = 0; // experts of one token, all layers
+    uint64_t layer_demand_bytes = 0; // experts of one token in the layer that needs most: the smallest cache
     uint32_t token_demand_experts = 0;
     std::vector<std::string> warnings;
 
