@@ -18,6 +18,10 @@ static EngineOptions engine_options(const ls_options & o) {
         throw Error(LS_ERR_UNSUPPORTED, "io_uring is not available here (library built without liburing, or refused by the kernel); "
             "use the pread backend");
     }
+    if (o.n_io_threads > 256 || o.io_depth > 1024 || o.n_ring_slots > 1024 || o.chunk_bytes > (64u << 20)) {
+        throw Error(LS_ERR_ARGUMENT, "options out of range: at most 256 I/O threads, 1024 reads in flight, 1024 ring slots and reads "
+            "of 64 MiB");
+    }
     e.io.backend   = IoOptions::Backend(o.io_backend);
     e.io.n_threads = o.n_io_threads ? o.n_io_threads : e.io.n_threads;
     e.io.depth     = o.io_depth ? o.io_depth : e.io.depth;
