@@ -68,6 +68,9 @@ const char * ls_llama_commit(void) {
 }
 
 void ls_struct_sizes(uint64_t out[4]) {
+    if (!out) {
+        return;
+    }
     out[0] = sizeof(ls_error);
     out[1] = sizeof(ls_options);
     out[2] = sizeof(ls_memory);
