@@ -87,7 +87,10 @@ ls_status ls_model_open(const char * path, const ls_options * options, ls_model 
 }
 
 void ls_model_close(ls_model * model) {
-    guarded([&] { delete model; });
+    guarded([&] {
+        load_abandon(model);
+        delete model;
+    });
 }
 
 ls_status ls_model_index_json(ls_model * model, char ** out) {

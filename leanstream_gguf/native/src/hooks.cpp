@@ -173,4 +173,10 @@ void load_end() {
     loading = nullptr;
 }
 
+void load_abandon(const ls_model * model) {
+    if (loading == model) {
+        loading = nullptr;
+    }
+}
+
 } // namespace ls
