@@ -30,7 +30,12 @@ public:
     void number(int64_t v)  { separate(); text += std::to_string(v); }
     void number(uint32_t v) { number(uint64_t(v)); }
     void number(int32_t v)  { number(int64_t(v)); }
-    void number(double v)   { separate(); char b[40]; snprintf(b, sizeof(b), "%.9g", v); text += b; }
+    void number(double v) { // null for infinities and NaN, which JSON has no word for
+        separate();
+        char b[40];
+        snprintf(b, sizeof(b), "%.9g", v);
+        text += v - v == 0 ? b : "null";
+    }
     void raw(const std::string & literal) { separate(); text += literal; }
     void boolean(bool v)    { separate(); text += v ? "true" : "false"; }
 
