@@ -169,6 +169,9 @@ std::unique_ptr<Policy> make_policy(const std::string & name, const PolicyParams
 PolicyParams parse_policy_params(const std::string & name, const std::string & json) {
     PolicyParams p;
     size_t at = 0;
+    if (!json.empty() && (json.front() != '{' || json.back() != '}')) {
+        throw Error(LS_ERR_ARGUMENT, "policy parameters must be a JSON object of numbers, or empty");
+    }
     while ((at = json.find('"', at)) != std::string::npos) {
         const size_t end = json.find('"', at + 1);
         const size_t colon = end == std::string::npos ? end : json.find(':', end);
