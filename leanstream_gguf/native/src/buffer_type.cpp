@@ -17,7 +17,9 @@ const char * type_name(ggml_backend_buffer_type_t) {
 }
 
 void buffer_free(ggml_backend_buffer_t buffer) {
-    delete (Buffer *) buffer->context;
+    Buffer * b = (Buffer *) buffer->context;
+    b->model->engine.abandon_reads(); // a larger budget may still be loading
+    delete b;
 }
 
 void * buffer_base(ggml_backend_buffer_t buffer) {

@@ -50,6 +50,8 @@ public:
     void set_policy(const std::string & name, const PolicyParams & params);
     void pin_experts(int32_t block, const int32_t * ids, size_t n_ids);
     bool activated() const;
+    // The memory of the weights is about to go: returns when no read can land there any more.
+    void abandon_reads() { scheduler_->cancel(); }
 
     // ---- contexts
     void add_session(Session & session);

@@ -113,6 +113,14 @@ void Scheduler::drain() {
     idle_.wait(lock, [this] { return (queue_.empty() && in_flight_ == 0) || stop_; });
 }
 
+void Scheduler::cancel() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        queue_.clear();
+    }
+    drain();
+}
+
 IoCounters Scheduler::counters() const {
     std::lock_guard<std::mutex> lock(mutex_);
     IoCounters c = counters_;

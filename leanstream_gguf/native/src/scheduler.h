@@ -62,6 +62,8 @@ public:
     void promote(uint64_t tag, Priority priority);
     // wait until nothing is queued or in flight
     void drain();
+    // drop what is queued, wait for what is in flight; the sink is not told of what was dropped
+    void cancel();
 
     IoCounters counters() const;
     const char * backend_name() const { return backend_name_; }
