@@ -1,0 +1,223 @@
+#include "check.h"
+#include "support.h"
+
+#include "policy.h"
+
+#include <algorithm>
+#include <list>
+
+using namespace ls;
+
+namespace {
+
+const auto any = [](uint32_t) { return true; };
+
+std::unique_ptr<Policy> make(const char * name, uint32_t n_units = 16, uint32_t n_capacity = 8, PolicyParams params = {}) {
+    return make_policy(name, params, n_units, n_capacity);
+}
+
+// the order in which everything would be given up; leaves the policy empty
+std::vector<int64_t> victims(Policy & p) {
+    std::vector<int64_t> order;
+    for (int64_t u = p.victim(any); u >= 0; u = p.victim(any)) {
+        order.push_back(u);
+        p.erase(uint32_t(u));
+    }
+    return order;
+}
+
+using Order = std::vector<int64_t>;
+
+} // namespace
+
+TEST(lru_gives_up_the_longest_unused) {
+    auto p = make("lru");
+    for (uint32_t u : {0, 1, 2, 3}) {
+        p->insert(u);
+    }
+    p->touch(0);
+    p->touch(2);
+    p->erase(3);
+    CHECK_EQ(victims(*p), (Order{1, 0, 2}));
+}
+
+TEST(cold_units_go_first) {
+    for (const char * name : {"lru", "slru", "lfu"}) {
+        auto p = make(name);
+        p->insert(0);
+        p->insert(1);
+        p->insert_cold(2);
+        CHECK_EQ(p->victim(any), 2);
+        p->touch(2); // used after all
+        CHECK(p->victim(any) != 2);
+    }
+}
+
+// A pass over everything comes round in the same order: what was read last is needed last.
+TEST(cold_units_go_latest_first) {
+    for (const char * name : {"lru", "slru", "lfu"}) {
+        auto p = make(name);
+        p->insert(0);
+        p->insert_cold(1);
+        p->insert_cold(2);
+        p->insert(3);
+        p->insert_cold(4);
+        CHECK_EQ(victims(*p), (Order{4, 2, 1, 0, 3}));
+    }
+}
+
+TEST(victim_must_be_allowed) {
+    for (const char * name : {"lru", "slru", "lfu"}) {
+        auto p = make(name);
+        CHECK_EQ(p->victim(any), -1); // empty
+        for (uint32_t u : {4, 5, 6}) {
+            p->insert(u);
+        }
+        CHECK_EQ(p->victim([](uint32_t u) { return u == 6; }), 6);
+        CHECK_EQ(p->victim([](uint32_t) { return false; }), -1);
+        CHECK_EQ(victims(*p), (Order{4, 5, 6}));
+    }
+}
+
+TEST(lfu_keeps_the_often_used) {
+    auto p = make("lfu");
+    for (uint32_t u : {0, 1, 2}) {
+        p->insert(u);
+    }
+    for (int i = 0; i < 5; ++i) {
+        p->touch(0);
+    }
+    p->touch(2);
+    CHECK_EQ(victims(*p), (Order{1, 2, 0}));
+}
+
+TEST(lfu_ages_by_its_half_life) {
+    for (const double half_life : {4.0, 100000.0}) {
+        PolicyParams params;
+        params.half_life = half_life;
+        auto p = make("lfu", 16, 8, params);
+        p->insert(0);
+        for (int i = 0; i < 10; ++i) {
+            p->touch(0); // popular once
+        }
+        p->insert(1);
+        for (int i = 0; i < 3; ++i) {
+            p->touch(1); // popular now
+            for (uint32_t u : {2, 3, 4, 5, 6, 7}) {
+                i == 0 ? p->insert(u) : p->touch(u);
+            }
+        }
+        p->touch(1);
+        const Order order = victims(*p);
+        const auto place = [&](int64_t u) { return std::find(order.begin(), order.end(), u) - order.begin(); };
+        CHECK_EQ(place(0) < place(1), half_life == 4.0);
+        CHECK_EQ(order.size(), 8);
+    }
+}
+
+TEST(lfu_remembers_units_that_were_given_up) {
+    auto p = make("lfu");
+    p->insert(0);
+    p->touch(0);
+    p->touch(0);
+    p->erase(0);
+    p->insert(1);
+    p->touch(1);
+    p->insert(0); // its third use and its fourth
+    CHECK_EQ(victims(*p), (Order{1, 0}));
+}
+
+TEST(lfu_scores_stay_ordered_after_many_uses) {
+    PolicyParams params;
+    params.half_life = 1; // scores grow by one a use
+    auto p = make("lfu", 4, 2, params);
+    p->insert(0);
+    p->insert(1);
+    for (int i = 0; i < 300000; ++i) {
+        p->touch(uint32_t(i & 1));
+    }
+    CHECK_EQ(victims(*p), (Order{0, 1}));
+}
+
+TEST(slru_protects_the_second_use_from_a_scan) {
+    auto p = make("slru");
+    p->insert(0);
+    p->insert(1);
+    p->touch(0);
+    for (uint32_t u : {2, 3, 4, 5}) {
+        p->insert(u);
+    }
+    CHECK_EQ(victims(*p), (Order{1, 2, 3, 4, 5, 0}));
+}
+
+TEST(slru_demotes_what_overflows_the_protected_segment) {
+    PolicyParams params;
+    params.protected_share = 0.25; // two of eight
+    auto p = make("slru", 16, 8, params);
+    for (uint32_t u : {0, 1, 2, 3}) {
+        p->insert(u);
+    }
+    for (uint32_t u : {0, 1, 2}) {
+        p->touch(u); // 0 overflows and becomes the newest on probation
+    }
+    CHECK_EQ(victims(*p), (Order{3, 0, 1, 2}));
+}
+
+TEST(slru_without_room_for_protection_is_lru) {
+    auto p = make("slru", 16, 0);
+    for (uint32_t u : {0, 1, 2}) {
+        p->insert(u);
+    }
+    p->touch(0);
+    CHECK_EQ(victims(*p), (Order{1, 2, 0}));
+}
+
+TEST(lru_agrees_with_a_list_for_random_operations) {
+    check::Random random(3);
+    auto p = make("lru", 64, 32);
+    std::list<uint32_t> model;
+    for (int i = 0; i < 20000; ++i) {
+        const uint32_t u = random.below(64);
+        const auto at = std::find(model.begin(), model.end(), u);
+        if (at == model.end()) {
+            const bool cold = random.below(5) == 0;
+            cold ? p->insert_cold(u) : p->insert(u);
+            model.insert(cold ? model.begin() : model.end(), u);
+        } else if (random.below(3) == 0) {
+            p->erase(u);
+            model.erase(at);
+        } else {
+            p->touch(u);
+            model.splice(model.end(), model, at);
+        }
+        REQUIRE(p->victim(any) == (model.empty() ? -1 : int64_t(model.front())));
+    }
+}
+
+TEST(names) {
+    for (const char * name : {"lru", "slru", "lfu"}) {
+        CHECK_EQ(std::string(make(name)->name()), name);
+    }
+    const ls_error e = check::error_of([] { make("mru"); });
+    CHECK_EQ(e.status, LS_ERR_ARGUMENT);
+    CHECK(std::string(e.message).find("mru") != std::string::npos);
+}
+
+TEST(parameters) {
+    CHECK_EQ(parse_policy_params("slru", "{\"protected_share\": 0.5}").protected_share, 0.5);
+    CHECK_EQ(parse_policy_params("lfu", "{\"half_life\":4096}").half_life, 4096.0);
+    CHECK_EQ(parse_policy_params("lru", "").half_life, 0.0);
+    CHECK_EQ(parse_policy_params("lru", "{}").protected_share, 0.8);
+    const std::pair<const char *, const char *> bad[] = {
+        {"slru", "{\"protected_share\":0}"}, {"slru", "{\"protected_share\":1}"}, {"slru", "{\"protected_share\":\"x\"}"},
+        {"slru", "{\"protected_share\":nan}"}, {"slru", "{\"half_life\":4}"}, {"lfu", "{\"half_life\":0.5}"},
+        {"lfu", "{\"half_life\":-1}"}, {"lfu", "{\"half_life\":}"}, {"lfu", "{\"half_life\""}, {"lru", "{\"half_life\":4}"},
+        {"lru", "\""}, {"lfu", "{\"unknown\":1}"}, {"lfu", "half_life=4"},
+    };
+    for (const auto & [name, json] : bad) {
+        const ls_error e = check::error_of([&] { parse_policy_params(name, json); });
+        if (e.status != LS_ERR_ARGUMENT) {
+            check::failed(__FILE__, __LINE__, std::string(name) + " takes " + json);
+        }
+    }
+}
