@@ -142,6 +142,7 @@ void Engine::load_resident(Lock & lock) {
     });
     resident_pending_ = uint32_t(requests.size());
     read_error_ = {};
+    populate(requests);
     scheduler_->submit(requests);
     changed_.wait(lock, [this] { return resident_pending_ == 0; });
     if (read_error_.status) {
@@ -162,7 +163,8 @@ void Engine::rebuild_cache_policy_locked() {
 
 void Engine::apply_locked(Lock & lock, const Plan & plan) {
     wait_idle_locked(lock);
-    apply_dense_locked(plan);
+    std::vector<std::vector<ReadRequest>> loads;
+    apply_dense_locked(plan, loads);
     std::vector<uint32_t> evicted;
     const uint32_t n_slots_before = cache_->n_slots();
     cache_->set_capacity(plan.cache_bytes, evicted);
@@ -174,19 +176,30 @@ void Engine::apply_locked(Lock & lock, const Plan & plan) {
     }
     plan_ = plan;
     update_all_ready_locked();
-    // everything fits: nothing will be evicted, so read it all now rather than at first use
     if (plan.cache_bytes && plan.mode() == std::string("resident")) {
-        std::vector<ReadRequest> requests;
-        for (uint32_t u = 0; u < cache_->n_units(); ++u) {
-            const uint32_t l = layer_of_unit_[u];
-            if (!cache_->resident(u) && admit_locked(u, false)) {
-                for (uint32_t p = 0; p < weights.moe_layers[l].parts.size(); ++p) {
-                    submit_part_locked(l, u - weights.moe_layers[l].first_unit, p, Priority::load, requests);
-                }
+        loads.push_back(start_all_experts_locked());
+    }
+    // no graph runs, so nobody waits for these yet; readers that finish need the lock
+    lock.unlock();
+    for (const std::vector<ReadRequest> & load : loads) {
+        populate(load); // while the readers fill the one before
+        scheduler_->submit(load);
+    }
+    lock.lock();
+}
+
+// Everything fits: nothing will be given up, so read it all now rather than at first use.
+std::vector<ReadRequest> Engine::start_all_experts_locked() {
+    std::vector<ReadRequest> requests;
+    for (uint32_t u = 0; u < cache_->n_units(); ++u) {
+        const uint32_t l = layer_of_unit_[u];
+        if (!cache_->resident(u) && admit_locked(u, false)) {
+            for (uint32_t p = 0; p < weights.moe_layers[l].parts.size(); ++p) {
+                start_part_locked(l, u - weights.moe_layers[l].first_unit, p, Priority::load, requests);
             }
         }
-        scheduler_->submit(requests);
     }
+    return requests;
 }
 
 void Engine::set_budget(uint64_t budget_bytes, uint64_t cache_bytes) {

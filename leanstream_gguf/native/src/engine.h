@@ -118,8 +118,10 @@ private:
     static uint64_t tag(Kind kind, uint64_t id) { return id << 2 | kind; }
 
     void apply_locked(Lock & lock, const Plan & plan);
-    void apply_dense_locked(const Plan & plan);
+    // loads: the reads of newly pinned groups, for the caller to submit
+    void apply_dense_locked(const Plan & plan, std::vector<std::vector<ReadRequest>> & loads);
     void load_resident(Lock & lock);
+    std::vector<ReadRequest> start_all_experts_locked();
     void prefer_large_pages_locked(const Plan & plan);
     void rebuild_cache_policy_locked();
     void wait_idle_locked(Lock & lock);
@@ -132,6 +134,7 @@ private:
 
     void point_at_zeros_locked(uint32_t g);
     void place_group(uint32_t g, int32_t slot);
+    std::vector<ReadRequest> start_group_locked(uint32_t g, Priority priority); // the caller submits
     void submit_group_locked(uint32_t g, Priority priority);
     int32_t slot_for_locked(uint32_t g, uint32_t from, bool demand) const;
     void give_slot_locked(uint32_t g, int32_t slot);
@@ -140,7 +143,8 @@ private:
 
     bool pin_run_locked(MoeRun & run);
     void unpin_run_locked(MoeRun & run);
-    void submit_part_locked(uint32_t layer, uint32_t expert, uint32_t part, Priority priority, std::vector<ReadRequest> & out);
+    // adds the reads of a part to out, if it needs any; the caller submits
+    void start_part_locked(uint32_t layer, uint32_t expert, uint32_t part, Priority priority, std::vector<ReadRequest> & out);
     bool admit_locked(uint32_t unit, bool cold);
     void drop_parts_locked(uint32_t unit);
     void pump_wave_locked(MoeRun & run);

@@ -12,7 +12,7 @@ uint32_t Engine::distance(uint32_t from, uint32_t to) const {
     return (to + n - from) % n;
 }
 
-void Engine::apply_dense_locked(const Plan & plan) {
+void Engine::apply_dense_locked(const Plan & plan, std::vector<std::vector<ReadRequest>> & loads) {
     const uint32_t n = uint32_t(weights.groups.size());
     const uint64_t slot_bytes = weights.largest_group_bytes();
 
@@ -39,6 +39,7 @@ void Engine::apply_dense_locked(const Plan & plan) {
         ring_.space = AddressSpace(plan.n_ring_slots * slot_bytes);
         ring_.space.commit(ring_.space.base(), plan.n_ring_slots * slot_bytes);
         AddressSpace::prefer_large_pages(ring_.space.base(), plan.n_ring_slots * slot_bytes);
+        AddressSpace::populate(ring_.space.base(), plan.n_ring_slots * slot_bytes);
     }
     // next streamed group for each position, walking backwards over two rounds
     uint32_t next = n;
@@ -50,7 +51,7 @@ void Engine::apply_dense_locked(const Plan & plan) {
     prefer_large_pages_locked(plan);
     for (uint32_t g = 0; g < n; ++g) {
         if (plan.pinned[g] && Load(group_state_[g].load()) == Load::absent) {
-            submit_group_locked(g, Priority::load);
+            loads.push_back(start_group_locked(g, Priority::load));
         }
     }
     if (plan.streams_dense()) {
@@ -88,7 +89,7 @@ void Engine::place_group(uint32_t g, int32_t slot) {
     }
 }
 
-void Engine::submit_group_locked(uint32_t g, Priority priority) {
+std::vector<ReadRequest> Engine::start_group_locked(uint32_t g, Priority priority) {
     place_group(g, group_slot_[g]);
     std::vector<ReadRequest> requests;
     for (const Weight * w : weights.groups[g].members) {
@@ -98,7 +99,11 @@ void Engine::submit_group_locked(uint32_t g, Priority priority) {
     }
     group_pending_[g] = uint32_t(requests.size());
     group_state_[g].store(uint8_t(Load::loading));
-    scheduler_->submit(requests);
+    return requests;
+}
+
+void Engine::submit_group_locked(uint32_t g, Priority priority) {
+    scheduler_->submit(start_group_locked(g, priority));
 }
 
 // A slot for group g while the graph is at `from`: an empty one, or the one whose group is needed last. Read-ahead takes

@@ -52,7 +52,7 @@ bool Engine::admit_locked(uint32_t unit, bool cold) {
     return ok;
 }
 
-void Engine::submit_part_locked(uint32_t layer, uint32_t expert, uint32_t part, Priority priority, std::vector<ReadRequest> & out) {
+void Engine::start_part_locked(uint32_t layer, uint32_t expert, uint32_t part, Priority priority, std::vector<ReadRequest> & out) {
     const MoeLayer & l = weights.moe_layers[layer];
     const uint32_t unit = l.first_unit + expert;
     const uint64_t id = uint64_t(unit) * MoeLayer::kMaxParts + part;
@@ -155,7 +155,7 @@ void Engine::moe_begin(Session & session, MoeRun & run) {
     std::vector<ReadRequest> requests;
     for (uint32_t p = 0; p < n_parts; ++p) {
         for (int32_t e : run.experts) {
-            submit_part_locked(run.layer, uint32_t(e), p, Priority::demand, requests);
+            start_part_locked(run.layer, uint32_t(e), p, Priority::demand, requests);
         }
     }
     scheduler_->submit(requests);
@@ -176,7 +176,7 @@ void Engine::read_ahead_batch_locked(const MoeRun & run) {
         if (!cache_->resident(unit) && !admit_locked(unit, true)) {
             break;
         }
-        submit_part_locked(next, e, 0, Priority::readahead, requests);
+        start_part_locked(next, e, 0, Priority::readahead, requests);
     }
     scheduler_->submit(requests);
 }
@@ -226,7 +226,7 @@ void Engine::pump_wave_locked(MoeRun & run) {
         }
         cache_->pin(unit);
         run.pinned[k] = 1;
-        submit_part_locked(run.layer, expert, uint32_t(run.wave_part), Priority::demand, requests);
+        start_part_locked(run.layer, expert, uint32_t(run.wave_part), Priority::demand, requests);
         run.assigned[k].store(1, std::memory_order_release);
         run.wave_next++;
         run.wave_in_hand++;
@@ -323,7 +323,7 @@ void Engine::pin_experts(int32_t block, const int32_t * ids, size_t n_ids) {
             }
             cache_->pin(u);
             for (uint32_t p = 0; p < layer->parts.size(); ++p) {
-                submit_part_locked(uint32_t(layer - weights.moe_layers.begin()), u - layer->first_unit, p, Priority::demand, requests);
+                start_part_locked(uint32_t(layer - weights.moe_layers.begin()), u - layer->first_unit, p, Priority::demand, requests);
             }
         }
         kept_[u] = kept[u];

@@ -113,6 +113,18 @@ void AddressSpace::prefer_large_pages(uint8_t * from, size_t n_bytes) {
 #endif
 }
 
+void AddressSpace::populate(uint8_t * from, size_t n_bytes) {
+#if defined(__linux__)
+#  if !defined(MADV_POPULATE_WRITE)
+#    define MADV_POPULATE_WRITE 23 // Linux 5.14; older kernels refuse it
+#  endif
+    madvise(from, n_bytes, MADV_POPULATE_WRITE);
+#else
+    (void) from;
+    (void) n_bytes;
+#endif
+}
+
 uint64_t process_resident_bytes() {
 #if defined(_WIN32)
     PROCESS_MEMORY_COUNTERS counters;

@@ -30,6 +30,8 @@ public:
     static void discard(uint8_t * from, size_t n_bytes);
     // page-aligned range that will be filled as a whole: large pages where the system has them (fewer TLB misses)
     static void prefer_large_pages(uint8_t * from, size_t n_bytes);
+    // page-aligned range; give it memory now, contents kept, so that the reader's thread need not clear pages. A hint.
+    static void populate(uint8_t * from, size_t n_bytes);
 
 private:
     uint8_t * base_ = nullptr;

@@ -207,4 +207,10 @@ void add_requests(std::vector<ReadRequest> & out, Device & device, uint64_t offs
     }
 }
 
+void populate(const std::vector<ReadRequest> & requests) {
+    for (const ReadRequest & r : requests) {
+        AddressSpace::populate(r.dest, r.n_bytes);
+    }
+}
+
 } // namespace ls

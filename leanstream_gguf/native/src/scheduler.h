@@ -106,6 +106,9 @@ bool run_uring(Scheduler & scheduler, uint32_t depth);
 void add_requests(std::vector<ReadRequest> & out, Device & device, uint64_t offset, uint64_t n_bytes, uint8_t * dest,
                   uint64_t chunk_bytes, Priority priority, uint64_t tag);
 
+// Give the destinations memory before their reads are submitted.
+void populate(const std::vector<ReadRequest> & requests);
+
 uint64_t now_ns();
 
 } // namespace ls
