@@ -123,7 +123,7 @@ class TestNative:
         found = document(capsys)
         wanted = "tokens tokens_per_second prefill_seconds load_seconds peak_rss_bytes budget_bytes bytes_read hit_ratio mode text"
         assert set(wanted.split()) <= set(found)
-        assert found["tokens"] == 8 and found["mode"] == "experts"
+        assert found["tokens"] == 8 and "experts" in found["mode"]
         assert found["budget_bytes"] > 0 and found["bytes_read"] > 0 and found["prefill_seconds"] > 0
         assert call(*argv, "--ignore-eos", "--json") == 0
         assert document(capsys)["text"] == found["text"]
