@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """The README's table of measurements, made from the last line of each file in results/.
 
-    table.py            print the table
-    table.py --write    put it between the markers in README.md
-    table.py --check    exit 1 if README.md does not hold it
+table.py            print the table
+table.py --write    put it between the markers in README.md
+table.py --check    exit 1 if README.md does not hold it
 """
 
 from __future__ import annotations
@@ -61,8 +61,12 @@ def row(benchmark: str, variant: str, what: str) -> str | None:
 def table() -> str:
     """Markdown: header, rows, and the machine of the lines."""
     rows = [text for spec in ROWS if (text := row(*spec))]
-    machines = {json.dumps([m["processor"], m["n_cpus"], line["drive"]["file_system"]]): m for spec in ROWS
-                if (line := last_line(spec[0])) for m in [line["machine"]]}
+    machines = {
+        json.dumps([m["processor"], m["n_cpus"], line["drive"]["file_system"]]): m
+        for spec in ROWS
+        if (line := last_line(spec[0]))
+        for m in [line["machine"]]
+    }
     notes = [f"{m['processor']}, {m['n_cpus']} cores, {m['memory_mib'] // 1024} GiB, virtual disk" for m in machines.values()]
     head = ["| | tokens/s, median (quartiles) | read per token | hits | result, commit |", "|---|---|---|---|---|"]
     return "\n".join([*head, *rows, "", f"Machine: {'; '.join(notes)}; 2 threads, batch 1, text fed token by token."])
