@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run a workload: several variants of one model, measured in turn, each in a process of its own.
 
-    decode.py workloads/moe-cache.json --models ../shared/models --stock-libs /path/to/unpatched/build/bin
+    decode.py workloads/moe-cache.json --models /path/to/models --stock-libs /path/to/unpatched/build/bin
 
 Prints one JSON line: machine, settings asked for and in force, every sample, and a verdict for each bound. --save also
 appends it to results/. Variants with "cap": true run in a memory cgroup of exactly their budget (root).
