@@ -94,7 +94,10 @@ void ls_model_close(ls_model * model) {
 }
 
 ls_status ls_model_index_json(ls_model * model, char ** out) {
-    return guarded([&] { checked(out, "out") = copy_string(checked(model, "model").index.json()); });
+    return guarded([&] {
+        char *& text = checked(out, "out"); // before the string is made
+        text = copy_string(checked(model, "model").index.json());
+    });
 }
 
 ls_status ls_load_begin(ls_model * model, int32_t no_alloc) {
@@ -149,7 +152,8 @@ ls_status ls_model_pin(ls_model * model, int32_t layer, const int32_t * ids, siz
 
 ls_status ls_model_plan_json(ls_model * model, uint64_t budget_bytes, uint64_t cache_bytes, uint64_t baseline_bytes, char ** out) {
     return guarded([&] {
-        checked(out, "out") = copy_string(plan_json(checked(model, "model"), budget_bytes, cache_bytes, baseline_bytes));
+        char *& text = checked(out, "out");
+        text = copy_string(plan_json(checked(model, "model"), budget_bytes, cache_bytes, baseline_bytes));
     });
 }
 
