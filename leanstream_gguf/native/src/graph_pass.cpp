@@ -171,7 +171,10 @@ private:
         p.run     = routing.run;
         p.last    = 1;
         if (routing.last_product >= 0) {
-            ((OpParams *) out_[size_t(routing.last_product)]->op_params)->last = 0;
+            ggml_tensor * earlier = out_[size_t(routing.last_product)];
+            OpParams q = op_params(earlier);
+            q.last = 0;
+            set_op_params(earlier, q, op_mul_mat_id);
         }
         node->src[3] = routing.select;
         node->src[4] = quantized(input, ggml_get_type_traits_cpu(w.tensor->type)->vec_dot_type);

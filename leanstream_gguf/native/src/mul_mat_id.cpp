@@ -124,7 +124,7 @@ void compute_all(const Product & op) {
 } // namespace
 
 void op_mul_mat_id(ggml_tensor * dst, int ith, int nth, void *) {
-    const OpParams & p = op_params(dst);
+    const OpParams p = op_params(dst);
     const Product op = { dst, p, *p.session, *p.session->engine, p.session->runs[p.run], uint32_t(p.part), ith, nth };
     if (!op.session.failed.load()) {
         compute_all(op);

@@ -18,7 +18,7 @@ void set_op_params(ggml_tensor * node, OpParams params, ggml_custom_op_t fun) {
 }
 
 void op_acquire(ggml_tensor * dst, int ith, int, void *) {
-    const OpParams & p = op_params(dst);
+    const OpParams p = op_params(dst);
     Session & session = *p.session;
     Engine & engine = *session.engine;
     if (!engine.streams_dense() && engine.group_is_pinned_ready(uint32_t(p.index))) {
@@ -81,7 +81,7 @@ void op_select(ggml_tensor * dst, int ith, int nth, void *) {
     if (ith != 0) {
         return;
     }
-    const OpParams & p = op_params(dst);
+    const OpParams p = op_params(dst);
     Session & session = *p.session;
     Engine & engine = *session.engine;
     MoeRun & run = session.runs[p.run];
@@ -126,7 +126,7 @@ void op_get_rows(ggml_tensor * dst, int ith, int, void *) {
     if (ith != 0) {
         return;
     }
-    const OpParams & p = op_params(dst);
+    const OpParams p = op_params(dst);
     Engine & engine = *p.session->engine;
     const ggml_tensor * table = dst->src[0];
     const ggml_tensor * ids = dst->src[1];

@@ -7,6 +7,8 @@
 #include "ggml.h"
 #include "ggml-impl.h"
 
+#include <cstring>
+
 namespace ls {
 
 // What a node carries in op_params, behind ggml's own part.
@@ -23,9 +25,12 @@ struct OpParams {
     int32_t   release[kMaxRelease]; // acquire: groups that no later node uses
 };
 
-inline const OpParams & op_params(const ggml_tensor * node) {
+// a copy: ggml aligns op_params to 4 bytes only
+inline OpParams op_params(const ggml_tensor * node) {
     static_assert(sizeof(OpParams) <= GGML_MAX_OP_PARAMS, "op_params too small");
-    return *(const OpParams *) node->op_params;
+    OpParams p;
+    memcpy(&p, node->op_params, sizeof(p));
+    return p;
 }
 
 void set_op_params(ggml_tensor * node, OpParams params, ggml_custom_op_t fun);
