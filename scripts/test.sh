@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
-# Everything a change must pass: the set-up of quickstart.sh, lint, the native tests (plain, address and thread sanitizer),
-# then pytest.
+# Everything a change must pass: the set-up of quickstart.sh, lint, the native tests, then pytest.
 #
-#   bash scripts/test.sh [--setup-only] [--no-native] [--slow] [pytest arguments]
+#   bash scripts/test.sh [--setup-only] [--no-native] [--sanitize] [--slow] [pytest arguments]
 #
+# --sanitize runs the native tests under the address and the thread sanitizer too (builds ggml twice more).
 # --slow (or LEANSTREAM_SLOW=1) adds the tests that take minutes, such as the comparison with an unpatched build.
 set -euo pipefail
 # shellcheck source=scripts/setup_common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/setup_common.sh"
 
-native=1 setup_only=0
+native=1 sanitize=0 setup_only=0
 pytest_args=()
 for arg in "$@"; do
     case $arg in
         --setup-only) setup_only=1 ;;
         --no-native) native=0 ;;
+        --sanitize) sanitize=1 ;;
         *) pytest_args+=("$arg") ;;
     esac
 done
@@ -42,8 +43,10 @@ ruff format --check .
 mypy
 if [ "$native" = 1 ] && [ -f tests/native/CMakeLists.txt ]; then
     native_tests
-    native_tests address
-    native_tests thread
+    if [ "$sanitize" = 1 ]; then
+        native_tests address
+        native_tests thread
+    fi
 fi
 step "pytest"
 pytest "${pytest_args[@]}"
