@@ -201,6 +201,9 @@ def expected_hit_ratio(cached_share: float, policy: str = "lfu") -> float:
     return 1.0
 
 
+OVERLAP_POWER = 6
+
+
 @dataclass(frozen=True)
 class Forecast:
     """Expected time of one generated token and what it is made of, in seconds and bytes."""
@@ -216,7 +219,8 @@ class Forecast:
 def forecast(plan: Mapping[str, Any], *, compute_seconds: float, bytes_per_second: float, policy: str = "lfu") -> Forecast:
     """Expected decode speed of a plan.
 
-    Streamed layers are read ahead, so a token takes the longer of compute and reading. Missing experts are known only
+    Streamed layers are read ahead, so a token takes the longer of compute and reading, and up to an eighth more where the
+    two are alike, because neither then hides the other's hiccups (a power mean). Missing experts are known only
     when the layer's router has run, so their reading adds to compute.
 
     Args:
@@ -231,7 +235,8 @@ def forecast(plan: Mapping[str, Any], *, compute_seconds: float, bytes_per_secon
         hit_ratio = expected_hit_ratio(experts["capacity_bytes"] / experts["total_bytes"], policy)
         missing = (1 - hit_ratio) * experts["token_demand_bytes"]
     rate = max(1.0, bytes_per_second)
-    seconds = max(compute_seconds, dense / rate) + missing / rate
+    overlapped = (compute_seconds**OVERLAP_POWER + (dense / rate) ** OVERLAP_POWER) ** (1 / OVERLAP_POWER)
+    seconds = overlapped + missing / rate
     read_seconds = (dense + missing) / rate
     bound = "drive" if read_seconds > compute_seconds else "compute"
     return Forecast(1 / seconds, compute_seconds, read_seconds, int(dense + missing), bound, hit_ratio)
