@@ -4,9 +4,7 @@ set_property(CACHE LEANSTREAM_SANITIZE PROPERTY STRINGS "" address thread)
 set(LEANSTREAM_SANITIZE_FLAGS "")
 if(LEANSTREAM_SANITIZE STREQUAL "address")
     set(GGML_SANITIZE_ADDRESS ON CACHE BOOL "" FORCE)
-    # Not alignment: parameters laid over op_params have the 4 bytes that ggml gives them, as ggml's own have.
-    set(LEANSTREAM_SANITIZE_FLAGS -fsanitize=address,undefined -fno-sanitize=alignment -fno-sanitize-recover=undefined
-        -fno-omit-frame-pointer)
+    set(LEANSTREAM_SANITIZE_FLAGS -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
 elseif(LEANSTREAM_SANITIZE STREQUAL "thread")
     set(GGML_SANITIZE_THREAD ON CACHE BOOL "" FORCE)
     set(LEANSTREAM_SANITIZE_FLAGS -fsanitize=thread)
