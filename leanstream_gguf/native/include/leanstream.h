@@ -198,6 +198,9 @@ LS_API ls_status ls_probe_reads(const char * path, uint64_t block_bytes, uint32_
 // 1 if this build can use io_uring and the running kernel allows it.
 LS_API int32_t ls_have_io_uring(void);
 
+// CRC-32C of each of n_rows consecutive rows of row_bytes: the checksums of lean files (docs/lean_format.md).
+LS_API ls_status ls_crc32c_rows(const void * data, uint64_t n_rows, uint64_t row_bytes, uint32_t * out);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,6 +1,7 @@
 // The C API: every call catches what the rooms throw and turns it into a status.
 #include "leanstream.h"
 
+#include "crc32c.h"
 #include "hooks.h"
 #include "model.h"
 #include "probe.h"
@@ -193,6 +194,14 @@ ls_status ls_probe_reads(const char * path, uint64_t block_bytes, uint32_t depth
 
 int32_t ls_have_io_uring(void) {
     return uring_available();
+}
+
+ls_status ls_crc32c_rows(const void * data, uint64_t n_rows, uint64_t row_bytes, uint32_t * out) {
+    return guarded([&] {
+        for (uint64_t i = 0; i < n_rows; ++i) {
+            (&checked(out, "out"))[i] = crc32c(&checked(static_cast<const uint8_t *>(data), "data") + i * row_bytes, row_bytes);
+        }
+    });
 }
 
 } // extern "C"
