@@ -141,7 +141,7 @@ def run():
     return llm.scores[: llm.n_tokens].tobytes()
 
 expected, wrong, n_raised = run(), [], 0
-for skip in range(0, 120, 7):
+for skip in (*range(0, 14, 2), *range(14, 120, 7)):  # adjacent reads join: a run may have no more than a dozen
     arm(EIO, skip, 10**6)
     try:
         run()

@@ -8,17 +8,9 @@
 #include <numeric>
 #include <thread>
 
-using check::Budgets;
-using check::Streaming;
-using check::ToyModel;
+using namespace check;
 
 namespace {
-
-Streaming with(uint64_t budget_bytes) {
-    Streaming s;
-    s.budget_bytes = budget_bytes;
-    return s;
-}
 
 // Runs `change` again and again on a second thread while this one decodes; every decode must give the same bytes.
 template <typename F> void decode_while(ToyModel & m, const std::vector<float> & expected, int n_rounds, F && change) {
@@ -30,8 +22,8 @@ template <typename F> void decode_while(ToyModel & m, const std::vector<float> &
             n_changes++;
         }
     });
-    for (int round = 0; round < n_rounds || n_changes < 3; ++round) {
-        check::same_logits(m.logits(), expected, "while it changes");
+    for (int round = 0; round < rounds(n_rounds) || n_changes < 3; ++round) {
+        same_logits(m.logits(), expected, "while it changes");
         CHECK_EQ(m.error().status, LS_OK);
     }
     stop = true;
@@ -44,11 +36,10 @@ const char * const kPolicies[] = {"lru", "lfu", "slru"};
 
 TEST(budget_changes_while_decoding) {
     for (const char * name : {"dense_untied", "moe_bias", "moe_dense_lead"}) {
-        const std::string path = check::toy(name);
+        const std::string path = toy(name);
         const std::vector<float> expected = ToyModel(path).logits();
-        const Budgets b = check::budgets(path);
-        ToyModel m(path, with(b.minimum));
-        const uint64_t budgets[] = {b.full + (1u << 20), b.middle, b.minimum, 0};
+        ToyModel m(path, Streaming(kMinimum));
+        const uint64_t budgets[] = {m.budget(kFull), m.budget(kMiddle), m.minimum(), 0};
         decode_while(m, expected, 6, [&](uint32_t i) {
             CHECK_EQ(ls_model_set_budget(m.streamed(), budgets[i % 4], 0), LS_OK);
             CHECK_EQ(m.stats().budget_bytes, budgets[i % 4]);
@@ -57,20 +48,19 @@ TEST(budget_changes_while_decoding) {
 }
 
 TEST(policy_changes_while_decoding) {
-    const std::string path = check::toy("moe_bias");
+    const std::string path = toy("moe_bias");
     const std::vector<float> expected = ToyModel(path).logits();
-    ToyModel m(path, with(check::budgets(path).middle));
+    ToyModel m(path, Streaming(kMiddle));
     decode_while(m, expected, 4, [&](uint32_t i) { CHECK_EQ(ls_model_set_policy(m.streamed(), kPolicies[i % 3], ""), LS_OK); });
 }
 
 TEST(pins_change_while_decoding) {
     for (const char * name : {"moe_bias", "moe_qwen3"}) {
-        const std::string path = check::toy(name);
+        const std::string path = toy(name);
         const std::vector<float> expected = ToyModel(path).logits();
-        const Budgets b = check::budgets(path);
-        for (const uint64_t budget : {b.minimum, b.middle}) {
-            ToyModel m(path, with(budget));
-            check::Random random(4);
+        for (const double level : {kMinimum, kMiddle}) {
+            ToyModel m(path, Streaming(level));
+            Random random(4);
             decode_while(m, expected, 5, [&](uint32_t) {
                 int32_t ids[3];
                 const uint32_t n = random.below(4);
@@ -81,16 +71,16 @@ TEST(pins_change_while_decoding) {
             for (int32_t layer = 0; layer < 2; ++layer) {
                 CHECK_EQ(ls_model_pin(m.streamed(), layer, nullptr, 0), LS_OK);
             }
-            check::same_logits(m.logits(), expected, "after unpinning");
+            same_logits(m.logits(), expected, "after unpinning");
         }
     }
 }
 
 TEST(everything_at_once) {
-    const std::string path = check::toy("moe_dense_lead");
+    const std::string path = toy("moe_dense_lead");
     const std::vector<float> expected = ToyModel(path).logits();
-    const Budgets b = check::budgets(path);
-    ToyModel m(path, with(b.middle));
+    ToyModel m(path, Streaming(kMiddle));
+    const uint64_t minimum = m.minimum(), middle = m.budget(kMiddle);
     std::atomic<bool> stop{false};
     std::thread watcher([&] {
         while (!stop) {
@@ -101,7 +91,7 @@ TEST(everything_at_once) {
         }
     });
     decode_while(m, expected, 6, [&](uint32_t i) {
-        ls_model_set_budget(m.streamed(), i % 2 ? b.minimum : b.middle, 0);
+        ls_model_set_budget(m.streamed(), i % 2 ? minimum : middle, 0);
         ls_model_set_policy(m.streamed(), kPolicies[i % 3], "");
         const int32_t id = int32_t(i % 16);
         ls_model_pin(m.streamed(), 2 + int32_t(i % 3), &id, i % 2);
@@ -112,9 +102,12 @@ TEST(everything_at_once) {
 }
 
 TEST(contexts_come_and_go_while_another_decodes) {
-    const std::string path = check::toy("moe_dense_lead");
-    const std::vector<float> expected = ToyModel(path).logits();
-    ToyModel m(path, with(check::budgets(path).full + (64u << 20)));
+    const std::string path = toy("moe_dense_lead");
+    const std::vector<float> expected = ToyModel(path, kThreadsShared).logits();
+    Streaming s(kFull);
+    s.extra_bytes = 64u << 20;
+    s.n_threads = kThreadsShared;
+    ToyModel m(path, s);
     std::atomic<bool> stop{false};
     std::thread planner([&] {
         while (!stop) {
@@ -122,14 +115,14 @@ TEST(contexts_come_and_go_while_another_decodes) {
         }
     });
     std::thread other([&] {
-        for (int i = 0; i < 6; ++i) {
+        for (int i = 0; i < rounds(6); ++i) {
             m.add_context();
-            check::same_logits(m.logits(1), expected, "the new context");
+            same_logits(m.logits(1), expected, "the new context");
             m.drop_context();
         }
     });
-    for (int i = 0; i < 6; ++i) {
-        check::same_logits(m.logits(0), expected, "the old context");
+    for (int i = 0; i < rounds(6); ++i) {
+        same_logits(m.logits(0), expected, "the old context");
     }
     other.join();
     stop = true;
@@ -137,22 +130,21 @@ TEST(contexts_come_and_go_while_another_decodes) {
 }
 
 TEST(too_small_a_budget_changes_nothing) {
-    const std::string path = check::toy("moe_dense_lead");
+    const std::string path = toy("moe_dense_lead");
     const std::vector<float> expected = ToyModel(path).logits();
-    const Budgets b = check::budgets(path);
-    ToyModel m(path, with(b.middle));
+    ToyModel m(path, Streaming(kMiddle));
     CHECK_EQ(ls_model_set_budget(m.streamed(), m.minimum() - 1, 0), LS_ERR_BUDGET);
     ls_error e;
     ls_last_error(&e);
     CHECK_EQ(e.used_bytes, m.minimum() - 1);
     CHECK_EQ(e.limit_bytes, m.minimum());
-    CHECK_EQ(m.stats().budget_bytes, b.middle);
-    check::same_logits(m.logits(), expected, "after a refusal");
+    CHECK_EQ(m.stats().budget_bytes, m.budget(kMiddle));
+    same_logits(m.logits(), expected, "after a refusal");
 }
 
 TEST(a_smaller_budget_gives_memory_back) {
-    const std::string path = check::toy("moe_dense_lead");
-    ToyModel m(path, with(0));
+    const std::string path = toy("moe_dense_lead");
+    ToyModel m(path, Streaming());
     m.logits();
     const uint64_t before = m.stats().resident_now_bytes;
     CHECK_EQ(ls_model_set_budget(m.streamed(), m.minimum(), 0), LS_OK);
@@ -164,9 +156,8 @@ TEST(a_smaller_budget_gives_memory_back) {
 }
 
 TEST(pins_beyond_the_cache_are_refused) {
-    const std::string path = check::toy("moe_bias");
-    const Budgets b = check::budgets(path);
-    ToyModel m(path, with(b.middle));
+    const std::string path = toy("moe_bias");
+    ToyModel m(path, Streaming(kMiddle));
     std::vector<int32_t> all(16);
     std::iota(all.begin(), all.end(), 0);
     ls_status s = LS_OK;
@@ -185,23 +176,23 @@ TEST(pins_beyond_the_cache_are_refused) {
 
 // A context made later takes memory from the cache: if that is not possible its decode fails, and nobody waits for ever.
 TEST(a_later_context_is_charged) {
-    const std::string path = check::toy("moe_bias");
+    const std::string path = toy("moe_bias");
     const std::vector<float> expected = ToyModel(path).logits();
-    const Budgets b = check::budgets(path);
-    ToyModel tight(path, with(b.minimum));
+    ToyModel tight(path, Streaming(kMinimum));
     tight.add_context();
     CHECK(tight.logits(1).empty());
     CHECK_EQ(tight.error(1).status, LS_ERR_BUDGET);
-    check::same_logits(tight.logits(0), expected, "the context that fits");
-    CHECK_EQ(ls_model_set_budget(tight.streamed(), b.full + (64u << 20), 0), LS_OK);
-    check::same_logits(tight.logits(1), expected, "once there is room");
+    same_logits(tight.logits(0), expected, "the context that fits");
+    CHECK_EQ(ls_model_set_budget(tight.streamed(), tight.full() + (64u << 20), 0), LS_OK);
+    same_logits(tight.logits(1), expected, "once there is room");
 }
 
 TEST(a_later_context_meets_pins) {
-    const std::string path = check::toy("moe_bias");
+    const std::string path = toy("moe_bias");
     const std::vector<float> expected = ToyModel(path).logits();
-    const uint64_t minimum_of_two = check::budgets(path, 2).minimum;
-    ToyModel m(path, with(minimum_of_two + (1u << 20)));
+    Streaming s(kMinimum);
+    s.extra_bytes = 5u << 20; // about what the second context will need
+    ToyModel m(path, s);
     int32_t n_pinned = 0;
     for (int32_t layer = 0; layer < 4; ++layer) {
         for (int32_t id = 1; id <= 16; ++id) { // as many as go
@@ -214,5 +205,5 @@ TEST(a_later_context_meets_pins) {
     m.add_context();
     const std::vector<float> got = m.logits(1);
     CHECK(!got.empty() || m.error(1).status == LS_ERR_BUDGET);
-    check::same_logits(m.logits(0), expected, "the first context");
+    same_logits(m.logits(0), expected, "the first context");
 }

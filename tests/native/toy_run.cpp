@@ -32,12 +32,12 @@ llama_model * load(const std::string & path) {
     return llama_model_load_from_file(path.c_str(), p);
 }
 
-llama_context * make_context(llama_model * model) {
+llama_context * make_context(llama_model * model, int32_t n_threads) {
     llama_context_params p = llama_context_default_params();
     p.n_ctx = 128;
     p.n_batch = 64;
     p.n_ubatch = 32;
-    p.n_threads = p.n_threads_batch = 2;
+    p.n_threads = p.n_threads_batch = n_threads;
     return llama_init_from_model(model, p);
 }
 
@@ -59,14 +59,14 @@ std::string toy(const std::string & name) {
     return path;
 }
 
-ToyModel::ToyModel(const std::string & path) {
+ToyModel::ToyModel(const std::string & path, int32_t n_threads) : n_threads_(n_threads) {
     start_llama();
     model_ = load(path);
     require(model_, "loading");
     add_context();
 }
 
-ToyModel::ToyModel(const std::string & path, const Streaming & stream) {
+ToyModel::ToyModel(const std::string & path, const Streaming & stream) : n_threads_(stream.n_threads) {
     start_llama();
     ls_options options = {};
     options.io_backend = stream.io_backend;
@@ -76,11 +76,12 @@ ToyModel::ToyModel(const std::string & path, const Streaming & stream) {
     require(ls_load_begin(stream_, 0) == LS_OK, "ls_load_begin");
     model_ = load(path);
     for (uint32_t i = 0; model_ && i < stream.n_contexts; ++i) {
-        contexts_.push_back(make_context(model_));
+        contexts_.push_back(make_context(model_, n_threads_));
     }
     ls_load_end();
     require(model_ && contexts_.back(), "loading");
-    require(ls_model_activate(stream_, stream.budget_bytes, stream.cache_bytes, 0) == LS_OK, "ls_model_activate");
+    const uint64_t n_bytes = stream.level == kUnlimited ? 0 : budget(stream.level) + stream.extra_bytes;
+    require(ls_model_activate(stream_, n_bytes, stream.cache_bytes, 0) == LS_OK, "ls_model_activate");
 }
 
 ToyModel::~ToyModel() {
@@ -102,7 +103,7 @@ void ToyModel::close() {
 }
 
 void ToyModel::add_context() {
-    contexts_.push_back(make_context(model_));
+    contexts_.push_back(make_context(model_, n_threads_));
     require(contexts_.back(), "llama_init_from_model");
 }
 
@@ -172,16 +173,16 @@ static uint64_t number_after(const std::string & json, const char * key) {
     return strtoull(json.c_str() + at + strlen(key) + 3, nullptr, 10);
 }
 
-static uint64_t plan_number_of(ls_model * m, const char * key, uint64_t budget_bytes) {
+uint64_t ToyModel::plan_number(const char * key) const {
     char * json = nullptr;
-    require(ls_model_plan_json(m, budget_bytes, 0, 0, &json) == LS_OK, "ls_model_plan_json");
+    require(ls_model_plan_json(stream_, 0, 0, 0, &json) == LS_OK, "ls_model_plan_json");
     const uint64_t n = number_after(json, key);
     ls_string_free(json);
     return n;
 }
 
-uint64_t ToyModel::plan_number(const char * key, uint64_t budget_bytes) const {
-    return plan_number_of(stream_, key, budget_bytes);
+uint64_t ToyModel::budget(double level) const {
+    return level == kUnlimited ? 0 : minimum() + uint64_t(level * double(full() - minimum()));
 }
 
 uint64_t ToyModel::file_offset(const char * tensor) const {
@@ -192,14 +193,6 @@ uint64_t ToyModel::file_offset(const char * tensor) const {
     const size_t at = text.find("\"name\":\"" + std::string(tensor));
     require(at != std::string::npos, tensor);
     return number_after(text.substr(at), "offset");
-}
-
-Budgets budgets(const std::string & path, uint32_t n_contexts) {
-    Streaming everything;
-    everything.n_contexts = n_contexts;
-    ToyModel m(path, everything);
-    const uint64_t low = m.minimum(), high = m.full();
-    return {low, (low + high) / 2, high};
 }
 
 bool same_logits(const std::vector<float> & got, const std::vector<float> & expected, const std::string & what) {

@@ -13,17 +13,37 @@ namespace check {
 // Path of a toy model that the test fixture wrote; skips the test where it could not.
 std::string toy(const std::string & name);
 
+// Sanitizers are some ten times slower, and ggml's own barriers spin: fewer steps there.
+constexpr bool sanitized() {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    return true;
+#else
+    return false;
+#endif
+}
+constexpr int kPrompt = 64, kSteps = sanitized() ? 3 : 16;
+// for several contexts at once
+constexpr int kThreadsShared = sanitized() ? 1 : 2;
+constexpr int rounds(int n) { return sanitized() ? (n + 2) / 3 : n; }
+
+// How much memory a streamed model gets, between its own minimum and all of it.
+constexpr double kMinimum = 0, kMiddle = 0.5, kFull = 1, kUnlimited = 2;
+
 struct Streaming {
-    uint64_t budget_bytes = 0; // 0 = everything resident
-    uint64_t cache_bytes  = 0;
-    uint32_t io_backend   = 1; // pread
-    uint32_t n_contexts   = 1;
+    double   level       = kUnlimited;
+    uint64_t extra_bytes = 0;
+    uint64_t cache_bytes = 0;
+    uint32_t io_backend  = 1; // pread
+    uint32_t n_contexts  = 1;
+    int32_t  n_threads   = 2;
+
+    explicit Streaming(double level = kUnlimited) : level(level) {}
 };
 
-// A model and its contexts. n_threads 2, context 128, micro-batches of 32.
+// A model and its contexts: 128 tokens, micro-batches of 32.
 class ToyModel {
 public:
-    explicit ToyModel(const std::string & path);                 // unstreamed, weights as in the file
+    explicit ToyModel(const std::string & path, int32_t n_threads = 2); // unstreamed, weights as in the file
     ToyModel(const std::string & path, const Streaming & stream);
     ~ToyModel();
     ToyModel(const ToyModel &) = delete;
@@ -37,28 +57,25 @@ public:
 
     // From an empty context: the prompt at once, then step by step. Logits of every token, [n_tokens][n_vocab].
     // Empty if a decode failed; error(i) has the cause then.
-    std::vector<float> logits(uint32_t i = 0, int n_prompt = 64, int n_steps = 16, uint32_t seed = 1);
+    std::vector<float> logits(uint32_t i = 0, int n_prompt = kPrompt, int n_steps = kSteps, uint32_t seed = 1);
     ls_error error(uint32_t i = 0);
 
     ls_model * streamed() const { return stream_; }
     ls_stats stats() const;
-    // of the plan for this budget; 0 = the one in force
-    uint64_t plan_number(const char * key, uint64_t budget_bytes = 0) const;
+    uint64_t plan_number(const char * key) const; // of the plan in force
     uint64_t file_offset(const char * tensor) const;
     uint64_t minimum() const { return plan_number("minimum_budget_bytes"); }
     uint64_t full() const    { return plan_number("full_budget_bytes"); }
+    uint64_t budget(double level) const; // bytes; 0 = unlimited
 
 private:
     bool decode(llama_context * ctx, std::vector<llama_token> tokens, std::vector<float> & out);
 
+    int32_t       n_threads_;
     ls_model *    stream_ = nullptr;
     llama_model * model_ = nullptr;
     std::vector<llama_context *> contexts_;
 };
-
-// Loads to measure: minimum and full budget of a toy model with one context.
-struct Budgets { uint64_t minimum, middle, full; };
-Budgets budgets(const std::string & path, uint32_t n_contexts = 1);
 
 // Same bytes; a difference is reported with its first place.
 bool same_logits(const std::vector<float> & got, const std::vector<float> & expected, const std::string & what);

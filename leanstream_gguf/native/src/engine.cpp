@@ -263,8 +263,9 @@ void Engine::add_session(Session & session) {
     sessions_.push_back(&session);
 }
 
-void Engine::note_graph(Session & session, const ggml_cgraph * graph, int64_t n_tokens, uint64_t work_bytes) {
+void Engine::note_graph(Session & session, const ggml_cgraph * graph, int64_t n_tokens, uint64_t work_bytes, uint32_t n_held_at_once) {
     Lock lock(mutex_);
+    session.n_held_at_once = std::max(session.n_held_at_once, n_held_at_once);
     session.work_bytes = std::max(session.work_bytes, work_bytes);
     for (auto & [known, n] : session.graph_tokens) {
         if (known == graph) {

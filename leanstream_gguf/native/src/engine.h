@@ -55,8 +55,8 @@ public:
 
     // ---- contexts
     void add_session(Session & session);
-    // a graph of this context was built: its number of tokens and the work buffer it will need
-    void note_graph(Session & session, const ggml_cgraph * graph, int64_t n_tokens, uint64_t work_bytes);
+    // a graph of this context was built: its number of tokens, the work buffer it will need, the dense groups it holds at one time
+    void note_graph(Session & session, const ggml_cgraph * graph, int64_t n_tokens, uint64_t work_bytes, uint32_t n_held_at_once);
     // Around each graph. begin() throws on a changed file, a model that is not activated, or a context beyond the budget.
     void begin(Session & session, const ggml_cgraph * graph);
     void end(Session & session);

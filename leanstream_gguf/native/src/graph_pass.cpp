@@ -19,9 +19,9 @@ public:
     GraphPass(Engine & engine, Session & session, ggml_backend_buffer_type_t buffer_type, ggml_context * ctx0, ggml_cgraph * graph)
         : engine_(engine), session_(session), buffer_type_(buffer_type), ctx0_(ctx0), graph_(graph) {}
 
-    void run() {
+    // returns the number of dense groups that are needed at one time
+    uint32_t run() {
         find_uses();
-        held_at_once_ = 0;
         for (int i = 0; i < graph_->n_nodes; ++i) {
             ggml_tensor * node = graph_->nodes[i];
             acquire_sources(node, i);
@@ -29,7 +29,7 @@ public:
             out_.push_back(node);
         }
         replace_nodes();
-        session_.n_held_at_once = std::max({session_.n_held_at_once, held_at_once_, 1u});
+        return held_at_once_;
     }
 
 private:
@@ -209,8 +209,9 @@ private:
 
 } // namespace
 
-void rewrite_graph(Engine & engine, Session & session, ggml_backend_buffer_type_t buffer_type, ggml_context * ctx0, ggml_cgraph * graph) {
-    GraphPass(engine, session, buffer_type, ctx0, graph).run();
+uint32_t rewrite_graph(Engine & engine, Session & session, ggml_backend_buffer_type_t buffer_type, ggml_context * ctx0,
+                       ggml_cgraph * graph) {
+    return GraphPass(engine, session, buffer_type, ctx0, graph).run();
 }
 
 } // namespace ls

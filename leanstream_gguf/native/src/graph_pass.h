@@ -13,8 +13,9 @@ namespace ls {
 
 class Engine;
 
-// ctx0 is the context that holds the graph's tensors. Sets what the session must know of its graphs. Graphs without weights
-// of this buffer type are left alone. Throws Error(LS_ERR_UNSUPPORTED).
-void rewrite_graph(Engine & engine, Session & session, ggml_backend_buffer_type_t buffer_type, ggml_context * ctx0, ggml_cgraph * graph);
+// ctx0 is the context that holds the graph's tensors. Graphs without weights of this buffer type are left alone. Returns how
+// many dense groups the graph needs at one time. Throws Error(LS_ERR_UNSUPPORTED).
+uint32_t rewrite_graph(Engine & engine, Session & session, ggml_backend_buffer_type_t buffer_type, ggml_context * ctx0,
+                       ggml_cgraph * graph);
 
 } // namespace ls
