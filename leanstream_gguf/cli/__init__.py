@@ -9,6 +9,7 @@ from collections.abc import Sequence
 # name -> module. Modules import what is heavy inside run(), so that --help answers at once.
 COMMANDS = {
     "run": ".run",
+    "serve": ".serve",
     "plan": ".plan",
     "inspect": ".inspect",
     "verify": ".verify",
@@ -24,6 +25,7 @@ examples:
   leanstream plan -m model.gguf                       what fits here, and how fast it would be
   leanstream run -m model.gguf -p "Once upon a time" --memory 2GiB
   leanstream run -m model.gguf --memory auto          chat
+  leanstream serve -m model.gguf --memory 2GiB        for OpenAI's clients, on 127.0.0.1:8000
   leanstream verify -m model.gguf --memory min        prove that streaming changes no bit
 """
 

@@ -76,6 +76,10 @@ TEST(null_everywhere) {
     ls_last_error(nullptr);
     ls_struct_sizes(nullptr);
     ls_load_end();
+    uint8_t flag = 0;
+    CHECK(!ls_flag_is_set(nullptr) && !ls_flag_is_set(&flag));
+    flag = 2;
+    CHECK(ls_flag_is_set(&flag));
 }
 
 TEST(calls_in_the_wrong_order) {

@@ -22,6 +22,7 @@
 #ifndef LEANSTREAM_H
 #define LEANSTREAM_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -188,6 +189,10 @@ LS_API void      ls_model_reset_stats(ls_model * model);
 // The sticky error of the last decode on a context (llama_context *), cleared by this call: LS_OK if there is none.
 // After an error the failing micro-batch has been removed from the KV cache and the next decode starts clean.
 LS_API ls_status ls_context_take_error(ls_model * model, const void * llama_ctx);
+
+// A ggml_abort_callback for llama_set_abort_callback(ctx, ls_flag_is_set, flag): true while the byte at `flag` is not 0.
+// Another thread can so end a decode within one graph node, and no compute thread waits for an interpreter's lock.
+LS_API bool ls_flag_is_set(void * flag);
 
 // ---- measuring -----------------------------------------------------------------------------------------------------
 

@@ -192,6 +192,11 @@ ls_status ls_probe_reads(const char * path, uint64_t block_bytes, uint32_t depth
     });
 }
 
+bool ls_flag_is_set(void * flag) {
+    // The writer is an interpreter that stores one byte; nothing else is published through it.
+    return flag != nullptr && *static_cast<const volatile uint8_t *>(flag) != 0;
+}
+
 int32_t ls_have_io_uring(void) {
     return uring_available();
 }

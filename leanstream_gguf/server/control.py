@@ -1,0 +1,148 @@
+"""Health, metrics and the live settings of the stream. None of these waits for the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from .. import probe
+from ..errors import StateError, UnsupportedError
+from ..model import StreamHandle
+from ..settings import POLICIES, Budget, CacheBudget, check_fidelity, check_policy
+from .host import ModelHost
+from .llama import ServedLlama
+from .metrics import INTERVAL, Sampler
+from .requests import ConfigChange, LoadRequest
+from .sse import EventStream
+
+router = APIRouter()
+
+
+def _host(request: Request) -> ModelHost:
+    host: ModelHost = request.app.state.host
+    return host
+
+
+def _sampler(request: Request) -> Sampler:
+    sampler: Sampler = request.app.state.sampler
+    return sampler
+
+
+@router.get("/health", summary="Whether requests are answered", tags=["Stream"])
+async def health(request: Request) -> Response:
+    host = _host(request)
+    state, degraded = host.state, host.degraded()
+    body: dict[str, Any] = {"status": "degraded" if state == "ready" and degraded else state, "reason": degraded, "model": host.alias}
+    if state == "loading":
+        load = host.loading() or {}
+        body |= {"reason": "the model is being loaded", "progress": load.get("progress"), "seconds_left": load.get("seconds_left")}
+    elif state != "ready":
+        reasons = {"empty": "no model is loaded", "stopping": "the server is stopping", "failed": str(host.error)}
+        body |= {"reason": reasons[state], "error": _sampler(request).snapshot()["error"]}
+    return JSONResponse(body, 200 if state == "ready" else 503)
+
+
+@router.get("/metrics", summary="Prometheus metrics", tags=["Stream"], response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    return Response(_sampler(request).prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/v1/stream/stats", summary="State, memory and rates now", tags=["Stream"])
+async def stats(request: Request) -> dict[str, Any]:
+    return _sampler(request).snapshot()
+
+
+@router.get("/v1/stream/history", summary="The last minute", tags=["Stream"])
+async def history(request: Request) -> dict[str, Any]:
+    return {"interval": INTERVAL, "samples": list(_sampler(request).samples)}
+
+
+@router.get("/v1/stream/events", summary="State, memory and rates as server-sent events", tags=["Stream"], response_class=Response)
+async def events(request: Request, interval: float = Query(default=INTERVAL, ge=0.1, le=10, allow_inf_nan=False)) -> Response:
+    sampler, host = _sampler(request), _host(request)
+
+    async def source() -> AsyncIterator[dict[str, Any] | str]:
+        while not host.stopping:
+            yield sampler.snapshot()
+            await asyncio.sleep(interval)
+        yield sampler.snapshot()
+
+    return EventStream(source())
+
+
+# ---- live settings ------------------------------------------------------------------------------------------------------
+
+
+def _config(host: ModelHost) -> dict[str, Any]:
+    llm = host.llm
+    if llm is None or not llm.stream.active:
+        return {"model": host.alias, "active": False, "budget": None, "policy": None, "fidelity": None, "thresholds": None}
+    plan, config = llm.stream.plan(), llm.stream.config
+    assert config is not None
+    return {
+        "model": host.alias,
+        "active": True,
+        "budget": {
+            "requested": str(llm.stream.budget),
+            "bytes": plan["budget_bytes"],
+            "minimum_bytes": plan["minimum_budget_bytes"],
+            "full_bytes": plan["full_budget_bytes"],
+            "automatic_bytes": probe.automatic_budget().n_bytes,
+            "cache": None if config.parsed_cache is None else llm.stream.plan()["experts"]["capacity_bytes"],
+        },
+        "policy": {"name": llm.policy[0], "params": llm.policy[1], "available": POLICIES},
+        "fidelity": {"name": config.fidelity, "available": [{"name": "exact", "exact": True, "quality": None}], "live": False},
+        "thresholds": None,
+        "mode": plan["mode"],
+    }
+
+
+def _apply(llm: ServedLlama, change: ConfigChange) -> None:
+    """Check everything, then change the budget, which may be refused, then what cannot be."""
+    stream: StreamHandle = llm.stream
+    budget = None if change.budget is None else Budget.parse(change.budget, name="budget")
+    cache = None if change.cache is None else CacheBudget.parse(change.cache, name="cache")
+    policy = change.policy or llm.policy[0]
+    if change.policy is not None or change.policy_params:
+        check_policy(policy, change.policy_params)
+    if change.fidelity is not None:
+        check_fidelity(change.fidelity)
+    if change.thresholds is not None:
+        raise UnsupportedError("this model has no thresholds: it is streamed exactly")
+    if budget is not None or cache is not None:
+        stream.set_budget(budget or stream.budget or "full", cache=cache)
+    if change.policy is not None or change.policy_params:
+        llm.set_policy(policy, change.policy_params)
+
+
+@router.get("/v1/stream/config", summary="Budget, policy and fidelity in force", tags=["Stream"])
+async def get_config(request: Request) -> dict[str, Any]:
+    return await asyncio.to_thread(_config, _host(request))
+
+
+@router.post("/v1/stream/config", summary="Change them while the model runs", tags=["Stream"])
+async def set_config(request: Request, change: ConfigChange) -> dict[str, Any]:
+    host = _host(request)
+    llm, alias = host.llm, host.alias
+    if llm is None or alias is None or not llm.stream.active:
+        raise StateError("no model is loaded", remedy="wait for it, or choose one with POST /v1/stream/load")
+    await asyncio.to_thread(_apply, llm, change)
+    if change.budget is not None and alias in host.sources:
+        host.sources[alias] = host.sources[alias].with_budget(change.budget)  # also after a later load
+    return await asyncio.to_thread(_config, host)
+
+
+@router.post("/v1/stream/load", summary="Load another configured model", tags=["Stream"], status_code=202)
+async def load(request: Request, body: LoadRequest) -> dict[str, Any]:
+    await _host(request).switch(body.model, memory_budget=body.memory_budget)
+    return {"model": body.model, "state": "loading"}
+
+
+@router.post("/v1/stream/unload", summary="Free the loaded model", tags=["Stream"])
+async def unload(request: Request) -> dict[str, Any]:
+    await _host(request).unload()
+    return {"state": _host(request).state}

@@ -1,0 +1,245 @@
+"""Settings of the server: everything of llama_cpp.server plus ours, from flags, environment and YAML.
+
+The streaming fields are made from StreamConfig itself, so that a setting added there is a flag, a variable and a YAML key
+here at once. Ours are read from LEANSTREAM_<NAME>; llama_cpp.server's from their bare names, as it does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import probe
+from .._lib import native
+from ..errors import ArgumentError, ModelNotFoundError
+from ..settings import ENV_CACHE, ENV_MEMORY, Budget, StreamConfig
+
+native()  # before llama_cpp is imported
+
+from llama_cpp.server import settings as upstream  # noqa: E402
+from pydantic import AliasChoices, Field, ValidationError, create_model, field_validator  # noqa: E402
+from pydantic_settings import SettingsConfigDict  # noqa: E402
+
+_ALIASES = {"memory_budget": ENV_MEMORY, "cache_budget": ENV_CACHE}
+
+
+def _describe(cls: type) -> dict[str, str]:
+    """Attribute -> text, from the Attributes section of a docstring."""
+    section = (cls.__doc__ or "").partition("Attributes:")[2].partition("Raises:")[0]
+    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _stream_fields() -> dict[str, Any]:
+    """pydantic fields for StreamConfig's, with its defaults and descriptions."""
+    texts = _describe(StreamConfig)
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(StreamConfig):
+        default: Any = item.default
+        if default is dataclasses.MISSING:
+            default = item.default_factory()  # type: ignore[operator]
+        kind = {bool: bool, int: int, dict: dict[str, Any]}.get(type(default), str)
+        if default is None or item.name == "chunk_bytes":
+            kind = int | str | None  # type: ignore[assignment]
+        alias = AliasChoices(item.name, _ALIASES.get(item.name, f"LEANSTREAM_{item.name.upper()}"))
+        found[item.name] = (kind, Field(default=default, description=texts.get(item.name), validation_alias=alias))
+    return found
+
+
+_StreamSettings: Any = create_model(
+    "_StreamSettings",
+    __base__=upstream.ModelSettings,
+    __config__=None,
+    **_stream_fields(),
+)
+
+
+class ModelSettings(_StreamSettings):  # type: ignore[misc]
+    """One model: llama_cpp.server's settings and how it is streamed.
+
+    Where the defaults differ from llama_cpp.server's: context sizes that are not given are chosen from the model's shape;
+    logits of all tokens are not kept (needed for logprobs only); threads are the processors available; nothing is locked
+    in memory; the model's name is the file's, without folder and ending.
+    """
+
+    model_config = SettingsConfigDict(protected_namespaces=(), populate_by_name=True, extra="forbid")
+
+    memory_budget: int | str = Field(
+        default="auto",
+        description="Bound for the whole process: a size, 55% (of the model file), auto, min or full",
+        validation_alias=AliasChoices("memory_budget", ENV_MEMORY),
+    )
+    embedding_pooling: str = Field(
+        default="auto",
+        pattern="^(auto|mean|last)$",
+        description="How /v1/embeddings makes one vector of a text where the model does not say: mean or last; auto = mean",
+        validation_alias=AliasChoices("embedding_pooling", "LEANSTREAM_EMBEDDING_POOLING"),
+    )
+    n_ctx: int | None = Field(default=None, ge=0, description="Context length in tokens; 0 = what the model was trained for")
+    n_batch: int | None = Field(default=None, ge=1, description="Largest number of tokens in one call")
+    n_ubatch: int | None = Field(default=None, ge=1, description="Tokens computed at once")
+    n_threads: int = Field(default_factory=probe.cpu_count, ge=1, description="Compute threads; default: the processors available")
+    n_threads_batch: int = Field(default_factory=probe.cpu_count, ge=1, description="Compute threads for prompts")
+    logits_all: bool = Field(default=False, description="Keep the logits of all tokens; needed for logprobs")
+    use_mlock: bool = Field(default=False, description="Ignored: streamed weights are not locked")
+    verbose: bool = Field(default=False, description="llama.cpp's log on standard error")
+
+    @field_validator("memory_budget")
+    @classmethod
+    def _is_a_budget(cls, value: int | str) -> int | str:
+        Budget.parse(value)
+        return value
+
+    def stream_config(self) -> StreamConfig:
+        """The StreamConfig of these settings.
+
+        Raises:
+            ArgumentError, UnsupportedError: a value it refuses.
+        """
+        return StreamConfig(**{item.name: getattr(self, item.name) for item in dataclasses.fields(StreamConfig)})
+
+    def with_budget(self, memory_budget: int | str) -> ModelSettings:
+        """A copy with another budget.
+
+        Raises:
+            ArgumentError: not a budget.
+        """
+        Budget.parse(memory_budget)
+        return self.model_copy(update={"memory_budget": memory_budget})  # type: ignore[no-any-return]
+
+    @property
+    def alias(self) -> str:
+        """The name clients use."""
+        return str(self.model_alias or re.sub(r"(-00001-of-\d{5})?\.gguf$", "", Path(self.model).name))
+
+
+class ServerSettings(upstream.ServerSettings):
+    """Address, access and limits. `interrupt_requests` is off: a new request waits for its turn."""
+
+    model_config = SettingsConfigDict(populate_by_name=True)
+
+    host: str = Field(default="127.0.0.1", description="Listen address; any but a loopback one needs an API key")
+    port: int = Field(default=8000, ge=0, le=65535, description="Listen port, 0 = a free one")
+    interrupt_requests: bool = Field(default=False, description="End a streaming answer when another request arrives")
+    allowed_hosts: list[str] = Field(
+        default=[],
+        description="Names in the Host header to accept besides loopback ones (and IP addresses where not on loopback)",
+        validation_alias=AliasChoices("allowed_hosts", "LEANSTREAM_ALLOWED_HOSTS"),
+    )
+    allowed_origins: list[str] = Field(
+        default=[],
+        description="Other origins whose pages may call the server, such as https://example.org",
+        validation_alias=AliasChoices("allowed_origins", "LEANSTREAM_ALLOWED_ORIGINS"),
+    )
+    max_body_bytes: int = Field(
+        default=16 << 20,
+        ge=1024,
+        description="Largest request body",
+        validation_alias=AliasChoices("max_body_bytes", "LEANSTREAM_MAX_BODY_BYTES"),
+    )
+    max_queue: int = Field(
+        default=256,
+        ge=1,
+        description="Requests that may wait; more are answered 429",
+        validation_alias=AliasChoices("max_queue", "LEANSTREAM_MAX_QUEUE"),
+    )
+    max_connections: int = Field(
+        default=512,
+        ge=1,
+        description="Open connections; more are closed at once",
+        validation_alias=AliasChoices("max_connections", "LEANSTREAM_MAX_CONNECTIONS"),
+    )
+    request_timeout: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds in which a request's head, and after it its body, must have arrived",
+        validation_alias=AliasChoices("request_timeout", "LEANSTREAM_REQUEST_TIMEOUT"),
+    )
+    shutdown_timeout: int = Field(
+        default=30,
+        ge=0,
+        description="Seconds that running answers get to finish when the server is asked to stop",
+        validation_alias=AliasChoices("shutdown_timeout", "LEANSTREAM_SHUTDOWN_TIMEOUT"),
+    )
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """A YAML or JSON settings file as llama_cpp.server reads it: server settings and `models`, a list of model settings.
+
+    Raises:
+        ModelNotFoundError: no such file. ArgumentError: not YAML or JSON, or no mapping.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ModelNotFoundError(f"there is no settings file {path}", path=path) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"cannot read the settings file {path}: {error}", path=path) from error
+    try:
+        document = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ArgumentError(f"{path} is neither YAML nor JSON: {error}", path=path) from error
+    if not isinstance(document, dict):
+        raise ArgumentError(f"{path} must hold settings by name, not a {type(document).__name__}", path=path)
+    return document
+
+
+def load(given: Mapping[str, Any], config_file: str | None = None) -> tuple[ServerSettings, list[ModelSettings]]:
+    """Settings from flags, then the file, then the environment, then the defaults.
+
+    Args:
+        given: flags by field name, None where unset; server and model settings together. `model` is a path or several; the
+            other model flags apply to every model.
+        config_file: YAML or JSON; CONFIG_FILE in the environment is used if it is None.
+
+    Raises:
+        ArgumentError: an unknown key or a wrong value, by name.
+    """
+    config_file = config_file or os.environ.get("CONFIG_FILE") or None
+    document = read_file(config_file) if config_file else {}
+    where = config_file or "the settings"
+    models = document.pop("models", None)
+    if models is None:
+        model_keys = set(ModelSettings.model_fields) & set(document)
+        flat = {key: document.pop(key) for key in model_keys}
+        models = [flat] if flat else []
+    if not isinstance(models, list) or not all(isinstance(item, dict) for item in models):
+        raise ArgumentError(f"`models` in {where} must be a list of mappings", path=config_file)
+    unknown = sorted(set(document) - set(ServerSettings.model_fields))
+    if unknown:
+        raise ArgumentError(f"unknown setting in {where}: {', '.join(unknown)}", path=config_file)
+    flags = {key: value for key, value in given.items() if value is not None}
+    server = _validated(ServerSettings, {**document, **{k: v for k, v in flags.items() if k in ServerSettings.model_fields}})
+    model_flags = {key: value for key, value in flags.items() if key in ModelSettings.model_fields}
+    paths = model_flags.pop("model", None) or []
+    if paths and models:
+        raise ArgumentError("name models with --model or in the settings file, not both", path=config_file)
+    models = models or [{"model": path} for path in ([paths] if isinstance(paths, str) else paths)]
+    if not models and _environ("MODEL"):
+        models = [{}]
+    if "model_alias" in model_flags and len(models) > 1:
+        raise ArgumentError("--model_alias names one model; give several their names in the settings file")
+    return server, [_validated(ModelSettings, {**item, **model_flags}) for item in models]
+
+
+def _environ(name: str) -> str | None:
+    return next((value for key, value in os.environ.items() if key.upper() == name), None)
+
+
+def _validated(cls: Any, values: Mapping[str, Any]) -> Any:
+    try:
+        found = cls(**values)
+        if isinstance(found, ModelSettings):
+            found.stream_config()
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise ArgumentError(f"{name}: {first['msg']}") from error
+    return found
