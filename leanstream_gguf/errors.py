@@ -134,6 +134,12 @@ class JoinedShardsError(FormatError):
     code = "joined"
 
 
+class CalibrationError(ModelFileError):
+    """A calibration record that does not belong to the model, is damaged or is missing what was asked of it."""
+
+    code = "calibration"
+
+
 class UnsupportedError(LeanStreamError, NotImplementedError, ValueError):
     """An architecture, a setting or a use that is refused by name instead of being run wrongly."""
 
@@ -162,6 +168,14 @@ class FileChangedError(ReadError):
     """The file changed or shrank while the model was in use."""
 
     code = "changed"
+
+
+class RepackError(LeanStreamError, OSError):
+    """A file could not be written, has no room, or did not read back as it was written. No file has the final name."""
+
+    code = "write"
+    http_status = 507
+    exit_status = 8
 
 
 class OutOfMemoryError(LeanStreamError, MemoryError):
@@ -224,7 +238,7 @@ def from_status(status: int, message: str, **fields: Any) -> LeanStreamError:
 
 def from_dict(document: dict[str, Any]) -> LeanStreamError:
     """The exception that `to_dict()` described, in another process."""
-    known: list[type[LeanStreamError]] = [*BY_STATUS.values(), ModelFileError, LibraryError]
+    known: list[type[LeanStreamError]] = [*BY_STATUS.values(), ModelFileError, LibraryError, CalibrationError, RepackError]
     classes = {cls.code: cls for cls in known}
     fields = {key: document.get(key) for key in ("path", "offset", "used", "limit", "sys_errno")}
     return classes.get(document["code"], InternalError)(document["message"], **fields)

@@ -60,7 +60,8 @@ def _two_nibbles(raw: Bytes) -> Bytes:
 
 def _from_nibbles(q: Bytes) -> Bytes:
     low, high = np.split(q, 2, axis=-1)
-    return low | high << 4
+    packed: Bytes = low | high << 4
+    return packed
 
 
 # ---- blocks of 32 ---------------------------------------------------------------------------------------------------------
@@ -108,23 +109,26 @@ def _float(n_bytes: int) -> tuple[Split, Join]:
 def _crumbs(raw: Bytes) -> Bytes:
     """Q2_K's order: [..., 64] bytes as [..., 256] pairs of bits."""
     halves = raw.reshape(*raw.shape[:-1], 2, 1, 32)
-    return (halves >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(*raw.shape[:-1], 256)
+    pairs: Bytes = halves >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    return pairs.reshape(*raw.shape[:-1], 256)
 
 
 def _from_crumbs(q: Bytes) -> Bytes:
     parts = q.reshape(*q.shape[:-1], 2, 4, 32)
-    packed = parts[..., 0, :] | parts[..., 1, :] << 2 | parts[..., 2, :] << 4 | parts[..., 3, :] << 6
+    packed: Bytes = parts[..., 0, :] | parts[..., 1, :] << 2 | parts[..., 2, :] << 4 | parts[..., 3, :] << 6
     return packed.reshape(*q.shape[:-1], 64)
 
 
 def _bits(raw: Bytes) -> Bytes:
     """[..., 32] bytes as [..., 256]: bit b of byte l is element 32 b + l."""
-    return (raw[..., None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(*raw.shape[:-1], 256)
+    bits: Bytes = raw[..., None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return bits.reshape(*raw.shape[:-1], 256)
 
 
 def _from_bits(q: Bytes) -> Bytes:
     parts = q.reshape(*q.shape[:-1], 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
-    return np.bitwise_or.reduce(parts, axis=-2)
+    packed: Bytes = np.bitwise_or.reduce(parts, axis=-2)
+    return packed
 
 
 def _split_q2_k(blocks: Bytes) -> tuple[Bytes, Scales]:

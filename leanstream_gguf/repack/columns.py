@@ -75,6 +75,15 @@ class ColumnLayout:
     def column_bytes(self) -> int:
         return sum(self.n_outputs * _BITS[packing] // 8 for packing, _ in self.scheme.packings)
 
+    def slices(self, start: int, first: int, n: int) -> list[slice]:
+        """Where a record whose column begins at `start` has outputs first .. first+n-1 (multiples of 64), packing by packing."""
+        found = []
+        for packing, _, at in self.packings():
+            bits = _BITS[packing]
+            low = start + at + first * bits // 8
+            found.append(slice(low, low + n * bits // 8))
+        return found
+
     def plane_shapes(self) -> list[tuple[str, int, int]]:
         """(numpy type, rows, byte offset in the planes tensor)."""
         found, at = [], 0
