@@ -43,7 +43,8 @@ finally:
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
     assert time.monotonic() - start < 5
-    assert "heavy: []" in done.stdout
+    # serve has a flag for every setting of llama_cpp.server, and gets them from there
+    assert "heavy: []" in done.stdout or command == "serve"
     assert "usage: leanstream" in done.stdout
     assert "--json" in done.stdout or not command
 
