@@ -146,10 +146,10 @@ def demo_model(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def gemma_model(request: pytest.FixtureRequest) -> Path:
-    """Gemma 3 270M, where somebody put it."""
+    """Gemma 3 270M; not fetched by the set-up."""
     found = [p for folder in (ROOT / "models", models_folder()) for p in sorted(folder.rglob("*[gG]emma-3-270*.gguf"))]
     path = found[0] if found else ROOT / "models" / "gemma-3-270m"
-    return _require(request.config, "gemma_model", path, "put a Gemma-3-270m GGUF into models/")
+    return _require(request.config, "gemma_model", path, "run scripts/get_demo_model.py --model gemma3-270m")
 
 
 @pytest.fixture
