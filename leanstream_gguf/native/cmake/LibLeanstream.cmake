@@ -22,6 +22,18 @@ target_compile_options(leanstream_objects
     PRIVATE $<$<NOT:$<CXX_COMPILER_ID:MSVC>>:-Wall;-Wextra;-Wno-unused-parameter>
     PRIVATE $<$<CXX_COMPILER_ID:MSVC>:/utf-8;/EHsc>
     PUBLIC  ${LEANSTREAM_SANITIZE_FLAGS})
+# Kernels for several instruction sets, chosen when the program runs (neuron_kernels.h).
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+    if(MSVC)
+        set(LEANSTREAM_AVX2_FLAGS /arch:AVX2)
+        set(LEANSTREAM_AVX512_FLAGS /arch:AVX512)
+    else()
+        set(LEANSTREAM_AVX2_FLAGS -mavx2 -mfma -mf16c)
+        set(LEANSTREAM_AVX512_FLAGS ${LEANSTREAM_AVX2_FLAGS} -mavx512f -mavx512bw -mavx512vl -mavx512dq)
+    endif()
+    set_source_files_properties("${CMAKE_CURRENT_SOURCE_DIR}/src/neuron_kernels_avx2.cpp" PROPERTIES COMPILE_OPTIONS "${LEANSTREAM_AVX2_FLAGS}")
+    set_source_files_properties("${CMAKE_CURRENT_SOURCE_DIR}/src/neuron_kernels_avx512.cpp" PROPERTIES COMPILE_OPTIONS "${LEANSTREAM_AVX512_FLAGS}")
+endif()
 target_link_options(leanstream_objects PUBLIC ${LEANSTREAM_SANITIZE_FLAGS})
 target_link_libraries(leanstream_objects PUBLIC llama ggml ggml-cpu ggml-base Threads::Threads)
 
