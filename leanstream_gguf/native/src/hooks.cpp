@@ -149,8 +149,19 @@ void context_free(const llama_context * ctx) {
     model->free_session(ctx);
 }
 
+gguf_context * open_gguf(const char * path, gguf_init_params params) {
+    if (!loading || !loading->index.lean.present || !params.ctx || loading->index.shards.front().path != path) {
+        return gguf_init_from_file(path, params);
+    }
+    try {
+        return open_lean(loading->index, params.ctx);
+    } catch (const std::exception &) {
+        return nullptr;
+    }
+}
+
 const llama_stream_hooks hooks = {
-    LLAMA_STREAM_HOOKS_VERSION, model_params, context_params, owns, graph_built, graph_begin, graph_end, streams, context_free,
+    LLAMA_STREAM_HOOKS_VERSION, model_params, context_params, owns, graph_built, graph_begin, graph_end, streams, context_free, open_gguf,
 };
 
 } // namespace

@@ -243,6 +243,9 @@ void read_shard(const std::string & path, Index & index, uint32_t expected_no, u
             path.c_str(), no + 1, count, expected_no + 1, expected_no ? expected_count : count)).path(path);
     }
     read_tensors(g.get(), ctx.get(), index, shard, true);
+    if (shard == 0) {
+        read_lean(g.get(), index);
+    }
     drop_from_page_cache(path);
     if (expected_no == 0 && count > 1) {
         read_other_shards(path, index, count);
@@ -326,6 +329,9 @@ std::string Index::json() const {
                 j.key("offset").number(t.offset);
                 j.key("bytes").number(t.n_bytes);
                 j.key("shard").number(t.shard);
+                if (t.bundle >= 0) {
+                    j.key("bundle").string(tensors[size_t(t.bundle)].name);
+                }
             }
         }
         j.key("metadata");

@@ -1,6 +1,8 @@
 // What is in a GGUF file (or a split set): every tensor's place on disk, checked against the files' lengths.
 #pragma once
 
+#include "lean.h"
+
 #include "ggml.h"
 
 #include <cstdint>
@@ -23,6 +25,9 @@ struct IndexEntry {
     uint32_t    shard = 0;
     uint64_t    offset = 0;  // in the shard's file
     uint64_t    n_bytes = 0;
+    // rearranged: the tensor whose records hold it, and where in a record; offset is then that of its part of the first record
+    int32_t     bundle = -1;
+    uint64_t    part_offset = 0;
 };
 
 struct Index {
@@ -34,6 +39,7 @@ struct Index {
     uint32_t    n_layer = 0;
     uint32_t    n_expert = 0;
     uint32_t    n_expert_used = 0;
+    LeanFile    lean;
 
     const IndexEntry * find(const std::string & name) const;
     // value of "<arch>.<key>" as an integer, or otherwise
