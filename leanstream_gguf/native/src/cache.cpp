@@ -26,7 +26,8 @@ bool SlotCache::set_capacity(uint64_t n_bytes, std::vector<uint32_t> & evicted) 
     pack();
     space_.commit(space_.base(), n_slots_ * slot_bytes_);
     AddressSpace::prefer_large_pages(space_.base(), n_slots_ * slot_bytes_);
-    AddressSpace::discard(slot_memory(n_slots_), (n_units() - n_slots_) * slot_bytes_);
+    uint8_t * const beyond = (uint8_t *) uintptr_t(page_ceil(uintptr_t(slot_memory(n_slots_))));
+    AddressSpace::discard(beyond, size_t(space_.base() + space_.size() - beyond));
     return n_slots_ == wanted;
 }
 

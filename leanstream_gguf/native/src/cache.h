@@ -14,7 +14,7 @@ namespace ls {
 // into scattered small pages reach half the drive's rate (scripts/bench/LOG.md).
 class SlotCache {
 public:
-    // slot_bytes: page-rounded size of the largest unit. Reserves address space for all units.
+    // slot_bytes: size of the largest unit, page-rounded if units are read in place. Reserves address space for all units.
     SlotCache(uint32_t n_units, uint64_t slot_bytes);
 
     void set_policy(std::unique_ptr<Policy> policy);

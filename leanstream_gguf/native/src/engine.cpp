@@ -33,7 +33,9 @@ Engine::Engine(const Index & index, const EngineOptions & options) : weights(ind
         }
     }
     stats_.used_buffered_io = !devices_[0]->direct();
+    neurons = std::make_unique<NeuronStore>(index, devices_, uint64_t(kNeurons));
     scheduler_ = std::make_unique<Scheduler>(options.io, *this);
+    neurons->set_scheduler(scheduler_.get());
 }
 
 Engine::~Engine() = default;
@@ -61,6 +63,9 @@ PlanInput Engine::plan_input(const FixedMemory & fixed, uint64_t budget_bytes, u
     for (const MoeLayer & l : weights.moe_layers) {
         in.n_experts.push_back(l.n_experts);
     }
+    in.resident_bytes   += neurons->resident_bytes();
+    in.neurons_bytes     = neurons->all_cache_bytes();
+    in.neurons_min_bytes = neurons->min_cache_bytes();
     in.n_expert_used = std::max(1u, index_.n_expert_used);
     in.budget_bytes  = budget_bytes;
     in.cache_bytes   = cache_bytes;
@@ -99,6 +104,9 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
     const size_t n_units = layer_of_unit_.size();
     part_state_.reset(new std::atomic<uint8_t>[n_units * MoeLayer::kMaxParts]());
     part_pending_.assign(n_units * MoeLayer::kMaxParts, 0);
+    record_pending_.assign(n_units, 0);
+    record_verified_.assign(n_units, false);
+    load_expert_checksums();
     kept_.assign(n_units, false);
     cache_ = std::make_unique<SlotCache>(uint32_t(n_units), weights.largest_expert_bytes());
 
@@ -110,6 +118,7 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
     for (Session * s : sessions_) {
         s->charged = true;
     }
+    neurons->load();
     prefer_large_pages_locked(plan); // before the first byte arrives
     load_resident(lock);
     apply_locked(lock, plan);
@@ -119,6 +128,9 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
             throw Error(LS_ERR_READ, read_error_.message).path(read_error_.path).sys(read_error_.sys_errno);
         }
     }
+    lock.unlock();
+    neurons->fill(); // no graph runs: the model is not activated yet
+    lock.lock();
     activated_ = true;
     update_all_ready_locked();
     const IoCounters after = scheduler_->counters();
@@ -174,6 +186,7 @@ void Engine::apply_locked(Lock & lock, const Plan & plan) {
     if (cache_->n_slots() != n_slots_before) {
         rebuild_cache_policy_locked();
     }
+    neurons->set_capacity(plan.neuron_cache_bytes, policy_name_, policy_params_);
     plan_ = plan;
     update_all_ready_locked();
     if (plan.cache_bytes && plan.mode() == std::string("resident")) {
@@ -251,6 +264,7 @@ void Engine::set_policy(const std::string & name, const PolicyParams & params) {
     make_policy(name, params, 0, 0); // checks the name
     policy_name_   = name;
     policy_params_ = params;
+    neurons->set_policy(name, params);
     if (cache_ && cache_->n_units()) {
         rebuild_cache_policy_locked();
     }
@@ -305,7 +319,7 @@ void Engine::begin(Session & session, const ggml_cgraph * graph) {
     if (!session.charged) {
         charge_locked(lock, session);
     }
-    if (plan_.streams_dense() || plan_.cache_bytes) {
+    if (plan_.streams_dense() || plan_.cache_bytes || plan_.neuron_cache_bytes) {
         for (const auto & d : devices_) {
             d->check_unchanged();
         }
@@ -330,6 +344,9 @@ void Engine::release_all_locked(Session & session) {
     session.held_groups.clear();
     for (MoeRun & run : session.runs) {
         unpin_run_locked(run);
+    }
+    for (NeuronRun & run : session.neuron_runs) {
+        neurons->release(run);
     }
 }
 
@@ -392,13 +409,23 @@ void Engine::record_read_error(const ReadRequest & request, int error) {
 }
 
 void Engine::on_read(const ReadRequest & request, int error) {
+    if ((request.tag & 7) == kNeurons) {
+        neurons->on_read(request, error);
+        return;
+    }
+    if ((request.tag & 7) == kRecord) {
+        if (record_read(request, error)) {
+            changed_.notify_all();
+        }
+        return;
+    }
     std::lock_guard<std::mutex> lock(mutex_);
     if (error) {
         record_read_error(request, error);
     }
-    const uint64_t id = request.tag >> 2;
+    const uint64_t id = request.tag >> 3;
     bool done = false;
-    switch (Kind(request.tag & 3)) {
+    switch (Kind(request.tag & 7)) {
         case kResident:
             done = --resident_pending_ == 0;
             break;
@@ -430,11 +457,14 @@ void Engine::on_read(const ReadRequest & request, int error) {
             break;
         }
         case kRows: {
-            RowBatch * batch = (RowBatch *) uintptr_t(id << 2);
+            RowBatch * batch = (RowBatch *) uintptr_t(id << 3);
             batch->error = error ? error : batch->error;
             done = --batch->n_pending == 0;
             break;
         }
+        case kNeurons:
+        case kRecord:
+            break;
     }
     if (done) {
         changed_.notify_all();

@@ -5,6 +5,7 @@
 #include "cache.h"
 #include "index.h"
 #include "leanstream.h"
+#include "neurons.h"
 #include "plan.h"
 #include "scheduler.h"
 #include "session.h"
@@ -40,6 +41,7 @@ public:
     ~Engine() override;
 
     Weights weights;
+    std::unique_ptr<NeuronStore> neurons; // empty for files that are not rearranged
 
     // ---- plan and budget
     PlanInput plan_input(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t cache_bytes) const;
@@ -106,7 +108,7 @@ public:
     void on_read(const ReadRequest & request, int error) override;
 
 private:
-    struct RowBatch { uint32_t n_pending = 0; int error = 0; };
+    struct alignas(8) RowBatch { uint32_t n_pending = 0; int error = 0; };
     struct Ring {
         struct Slot { int32_t group = -1; bool consumed = true; };
         AddressSpace space;
@@ -114,13 +116,14 @@ private:
     };
     using Lock = std::unique_lock<std::mutex>;
 
-    enum Kind : uint64_t { kResident = 0, kGroup = 1, kPart = 2, kRows = 3 };
-    static uint64_t tag(Kind kind, uint64_t id) { return id << 2 | kind; }
+    enum Kind : uint64_t { kResident = 0, kGroup = 1, kPart = 2, kRows = 3, kNeurons = 4, kRecord = 5 };
+    static uint64_t tag(Kind kind, uint64_t id) { return id << 3 | kind; }
 
     void apply_locked(Lock & lock, const Plan & plan);
     // loads: the reads of newly pinned groups, for the caller to submit
     void apply_dense_locked(const Plan & plan, std::vector<std::vector<ReadRequest>> & loads);
     void load_resident(Lock & lock);
+    void load_expert_checksums();
     std::vector<ReadRequest> start_all_experts_locked();
     void prefer_large_pages_locked(const Plan & plan);
     void rebuild_cache_policy_locked();
@@ -144,7 +147,11 @@ private:
     bool pin_run_locked(MoeRun & run);
     void unpin_run_locked(MoeRun & run);
     // adds the reads of a part to out, if it needs any; the caller submits
-    void start_part_locked(uint32_t layer, uint32_t expert, uint32_t part, Priority priority, std::vector<ReadRequest> & out);
+    // rearranged file: the whole record, unless a part of it is there or `alone` is wanted
+    void start_part_locked(uint32_t layer, uint32_t expert, uint32_t part, Priority priority, std::vector<ReadRequest> & out,
+                           bool alone = false);
+    bool start_record_locked(uint32_t layer, uint32_t expert, Priority priority, std::vector<ReadRequest> & out);
+    bool record_read(const ReadRequest & request, int error); // true: the record is done
     bool admit_locked(uint32_t unit, bool cold);
     void drop_parts_locked(uint32_t unit);
     void pump_wave_locked(MoeRun & run);
@@ -192,6 +199,9 @@ private:
     PolicyParams policy_params_;
     std::unique_ptr<std::atomic<uint8_t>[]> part_state_;
     std::vector<uint32_t> part_pending_;
+    std::vector<uint32_t> record_pending_; // [unit] reads of its whole record
+    std::vector<bool>     record_verified_; // [unit] its checksum was right
+    std::vector<uint32_t> expert_checksums_; // [unit]
     std::vector<uint32_t> layer_of_unit_;
     std::vector<bool>     kept_;           // [unit] pinned by the user
     uint64_t n_parts_missing_ = 0;         // parts of all units that are not ready

@@ -1,6 +1,8 @@
 // Experts: cached by unit (one expert of one layer), loaded by part (gate, up, down).
 #include "engine.h"
 
+#include "crc32c.h"
+
 #include <algorithm>
 
 namespace ls {
@@ -52,10 +54,14 @@ bool Engine::admit_locked(uint32_t unit, bool cold) {
     return ok;
 }
 
-void Engine::start_part_locked(uint32_t layer, uint32_t expert, uint32_t part, Priority priority, std::vector<ReadRequest> & out) {
+void Engine::start_part_locked(uint32_t layer, uint32_t expert, uint32_t part, Priority priority, std::vector<ReadRequest> & out,
+                               bool alone) {
     const MoeLayer & l = weights.moe_layers[layer];
     const uint32_t unit = l.first_unit + expert;
     const uint64_t id = uint64_t(unit) * MoeLayer::kMaxParts + part;
+    if (l.bundle && (!alone || !record_verified_[unit]) && start_record_locked(layer, expert, priority, out)) {
+        return;
+    }
     if (part_pending_[id] > 0) {
         if (priority == Priority::demand) {
             scheduler_->promote(tag(kPart, id), priority); // read ahead, and needed now
@@ -72,6 +78,88 @@ void Engine::start_part_locked(uint32_t layer, uint32_t expert, uint32_t part, P
     part_state_[id].store(uint8_t(Load::loading));
     stats_.needed_bytes += l.part_bytes(part);
     cache_->pin(unit); // until the read is done
+}
+
+// One read for all parts of an expert. False: some of it is there or on its way, part by part.
+bool Engine::start_record_locked(uint32_t layer, uint32_t expert, Priority priority, std::vector<ReadRequest> & out) {
+    const MoeLayer & l = weights.moe_layers[layer];
+    const uint32_t unit = l.first_unit + expert;
+    if (record_pending_[unit] > 0) {
+        if (priority == Priority::demand) {
+            scheduler_->promote(tag(kRecord, unit), priority);
+        }
+        return true;
+    }
+    for (uint32_t p = 0; p < l.parts.size(); ++p) {
+        const Load state = Load(part_state(unit, p).load());
+        if (state == Load::ready || state == Load::loading) {
+            return false;
+        }
+    }
+    const size_t before = out.size();
+    add_requests(out, *devices_[l.bundle->shard], l.record_offset(expert), l.record_bytes(), cache_->memory(unit) +
+        l.record_offset(expert) % page_size(), options_.chunk_bytes, priority, tag(kRecord, unit));
+    record_pending_[unit] = uint32_t(out.size() - before);
+    for (uint32_t p = 0; p < l.parts.size(); ++p) {
+        part_state(unit, p).store(uint8_t(Load::loading));
+    }
+    stats_.needed_bytes += l.record_bytes();
+    cache_->pin(unit); // until the read is done
+    return true;
+}
+
+void Engine::load_expert_checksums() {
+    expert_checksums_.assign(layer_of_unit_.size(), 0);
+    for (const MoeLayer & l : weights.moe_layers) {
+        const IndexEntry * e = l.checksums;
+        if (e && (e->n_bytes != l.n_experts * sizeof(uint32_t) ||
+                  !read_now(e->shard, e->offset, e->n_bytes, (uint8_t *) &expert_checksums_[l.first_unit]))) {
+            const std::string & path = index_.shards[e->shard].path;
+            throw Error(LS_ERR_FORMAT, format("%s: '%s' is damaged; copy the file again or repack the model", path.c_str(), e->name.c_str()))
+                .path(path);
+        }
+    }
+}
+
+bool Engine::record_read(const ReadRequest & request, int error) {
+    const uint32_t unit = uint32_t(request.tag >> 3);
+    Lock lock(mutex_);
+    const MoeLayer & l = weights.moe_layers[layer_of_unit_[unit]];
+    const uint32_t expert = unit - l.first_unit;
+    if (error) {
+        record_read_error(request, error);
+        for (uint32_t p = 0; p < l.parts.size(); ++p) {
+            part_state(unit, p).store(uint8_t(Load::failed));
+        }
+    }
+    if (record_pending_[unit] > 1) {
+        record_pending_[unit]--;
+        return false;
+    }
+    if (Load(part_state(unit, 0).load()) == Load::loading && !record_verified_[unit] && l.checksums) {
+        const uint8_t * record = cache_->memory(unit) + l.record_offset(expert) % page_size();
+        lock.unlock(); // pinned and marked as loading: nobody else touches it
+        const bool right = crc32c(record, l.record_bytes()) == expert_checksums_[unit];
+        lock.lock();
+        record_verified_[unit] = right;
+        if (!right) {
+            read_error_ = Error(LS_ERR_FORMAT, format("%s: expert %u of layer %d is corrupt (its checksum is wrong); copy the file again or "
+                "repack the model, and check the disk", request.device->path().c_str(), expert, l.block)).path(request.device->path())
+                .offset(l.record_offset(expert)).info;
+        }
+        for (uint32_t p = 0; p < l.parts.size() && !right; ++p) {
+            part_state(unit, p).store(uint8_t(Load::failed));
+        }
+    }
+    record_pending_[unit] = 0;
+    for (uint32_t p = 0; p < l.parts.size(); ++p) {
+        uint8_t loading = uint8_t(Load::loading);
+        if (part_state(unit, p).compare_exchange_strong(loading, uint8_t(Load::ready)) && --n_parts_missing_ == 0) {
+            update_all_ready_locked();
+        }
+    }
+    cache_->unpin(unit);
+    return true;
 }
 
 // All or nothing: a run that holds some experts never waits for others, so contexts cannot block each other.
@@ -226,7 +314,7 @@ void Engine::pump_wave_locked(MoeRun & run) {
         }
         cache_->pin(unit);
         run.pinned[k] = 1;
-        start_part_locked(run.layer, expert, uint32_t(run.wave_part), Priority::demand, requests);
+        start_part_locked(run.layer, expert, uint32_t(run.wave_part), Priority::demand, requests, true);
         run.assigned[k].store(1, std::memory_order_release);
         run.wave_next++;
         run.wave_in_hand++;

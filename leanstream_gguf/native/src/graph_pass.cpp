@@ -1,6 +1,8 @@
 #include "graph_pass.h"
 
 #include "engine.h"
+#include "neuron_ops.h"
+#include "neuron_pass.h"
 #include "ops.h"
 
 #include "ggml-backend-impl.h"
@@ -22,8 +24,12 @@ public:
     // returns the number of dense groups that are needed at one time
     uint32_t run() {
         find_uses();
+        neurons_ = find_neurons(graph_, engine_.weights, *engine_.neurons);
         for (int i = 0; i < graph_->n_nodes; ++i) {
             ggml_tensor * node = graph_->nodes[i];
+            if (rewrite_neurons(node)) {
+                continue;
+            }
             acquire_sources(node, i);
             rewrite(node);
             out_.push_back(node);
@@ -126,6 +132,38 @@ private:
         }
     }
 
+    // True: the node is left out.
+    bool rewrite_neurons(ggml_tensor * node) {
+        for (NeuronMatch & m : neurons_) {
+            if (node == m.up || node == m.product) {
+                return true;
+            }
+            if (node == m.a && m.activation != GGML_UNARY_OP_COUNT) {
+                make_activation(m);
+            } else if (node == m.down) {
+                sum_columns(m);
+            }
+        }
+        return false;
+    }
+
+    void sum_columns(const NeuronMatch & m) {
+        OpParams p = {};
+        p.session = &session_;
+        p.index   = m.layer;
+        p.run     = int8_t(m.layer % Session::kNeuronRuns);
+        m.down->src[0] = m.a;
+        m.down->src[1] = new_node(GGML_TYPE_I32, 1, m.a, p, op_select_neurons);
+        ggml_format_name(m.down->src[1], "leanstream_neurons_%d", m.layer);
+        if (m.up) {
+            const ggml_type rows = engine_.neurons->layer(uint32_t(m.layer))->shape->other.type;
+            m.down->src[2] = m.up->src[1];
+            m.down->src[3] = quantized(m.up->src[1], ggml_get_type_traits_cpu(rows)->vec_dot_type);
+        }
+        set_op_params(m.down, p, op_apply_neurons);
+        m.down->op = GGML_OP_CUSTOM;
+    }
+
     Routing & routing_of(ggml_tensor * ids, int32_t layer) {
         for (Routing & r : routings_) {
             if (r.ids == ids && op_params(r.select).index == layer) {
@@ -199,6 +237,7 @@ private:
     ggml_cgraph * graph_;
 
     std::vector<ggml_tensor *> out_;
+    std::vector<NeuronMatch> neurons_;
     std::vector<std::vector<int>> uses_; // [group] node indices, ascending
     std::vector<bool> held_;     // [group] acquired and not released at this point
     uint32_t held_at_once_ = 0;

@@ -54,6 +54,21 @@ void split_dense(const PlanInput & in, Plan & plan, uint64_t available) {
     pin_groups(in, plan, available - plan.n_ring_slots * in.ring_slot_bytes);
 }
 
+// What the dense weights leave goes to experts and clusters, to each by its size.
+void split_caches(const PlanInput & in, Plan & plan, uint64_t experts_floor, uint64_t neurons_floor, uint64_t available) {
+    const uint64_t all = plan.experts_bytes + plan.neurons_bytes;
+    uint64_t neurons = all ? uint64_t(double(available) * (double(plan.neurons_bytes) / double(all))) : 0;
+    neurons = std::min(std::max(std::min(neurons, available - experts_floor), neurons_floor), plan.neurons_bytes);
+    plan.cache_bytes = std::min(plan.experts_bytes, available - neurons);
+    if (in.cache_bytes && plan.experts_bytes) {
+        plan.cache_bytes = experts_floor;
+        neurons = std::min(plan.neurons_bytes, available - experts_floor);
+    } else if (in.cache_bytes) {
+        neurons = neurons_floor;
+    }
+    plan.neuron_cache_bytes = available >= all && !in.cache_bytes ? plan.neurons_bytes : neurons;
+}
+
 void warn_of_small_cache(Plan & plan) {
     if (plan.experts_bytes > 0 && plan.cache_bytes < plan.token_demand_bytes && plan.cache_bytes < plan.experts_bytes) {
         plan.warnings.push_back(format("the expert cache (%s) is smaller than what one token uses (%u experts, %s): nearly every "
@@ -66,8 +81,12 @@ void warn_of_small_cache(Plan & plan) {
 } // namespace
 
 const char * Plan::mode() const {
-    const bool experts = cache_bytes < experts_bytes;
-    return streams_dense() ? (experts ? "layers+experts" : "layers") : experts ? "experts" : "resident";
+    const bool experts = cache_bytes < experts_bytes, neurons = neuron_cache_bytes < neurons_bytes;
+    static const char * const names[2][2][2] = {
+        { { "resident", "neurons" }, { "experts", "experts+neurons" } },
+        { { "layers", "layers+neurons" }, { "layers+experts", "layers+experts+neurons" } },
+    };
+    return names[streams_dense()][experts][neurons];
 }
 
 std::vector<uint32_t> pin_order(uint32_t n_groups) {
@@ -101,9 +120,12 @@ Plan make_plan(const PlanInput & in) {
     const uint64_t ring_min  = std::min(plan.dense_bytes, min_ring_slots(in) * in.ring_slot_bytes);
     const uint64_t base      = in.fixed_bytes + in.resident_bytes;
     const uint64_t cache_floor = in.cache_bytes ? std::min(in.cache_bytes, plan.experts_bytes) : cache_min;
+    plan.neurons_bytes = in.neurons_bytes;
+    const uint64_t neurons_floor = in.cache_bytes && plan.experts_bytes == 0
+        ? std::min(std::max(in.cache_bytes, in.neurons_min_bytes), in.neurons_bytes) : in.neurons_min_bytes;
     constexpr uint64_t MiB = 1u << 20; // a round number survives a few pages of growth between plan and load
-    plan.minimum_bytes = (base + ring_min + std::max(cache_floor, cache_min) + MiB - 1) / MiB * MiB;
-    plan.full_bytes    = std::max(plan.minimum_bytes, base + plan.dense_bytes + plan.experts_bytes);
+    plan.minimum_bytes = (base + ring_min + std::max(cache_floor, cache_min) + neurons_floor + MiB - 1) / MiB * MiB;
+    plan.full_bytes    = std::max(plan.minimum_bytes, base + plan.dense_bytes + plan.experts_bytes + plan.neurons_bytes);
 
     if (in.cache_bytes && plan.experts_bytes && in.cache_bytes < cache_min) {
         throw Error(LS_ERR_BUDGET, format("an expert cache of %s is too small: one token needs %s of one layer; give at least that",
@@ -115,13 +137,14 @@ Plan make_plan(const PlanInput & in) {
             human_bytes(plan.minimum_bytes).c_str(), (unsigned long long) plan.minimum_bytes))
             .sizes(in.budget_bytes, plan.minimum_bytes);
     }
-    const uint64_t available = in.budget_bytes ? in.budget_bytes - base : plan.dense_bytes + plan.experts_bytes;
-    if (available >= plan.dense_bytes + cache_floor) { // dense weights are used by every token: they come first
+    const uint64_t available = in.budget_bytes ? in.budget_bytes - base : plan.full_bytes - base;
+    if (available >= plan.dense_bytes + cache_floor + neurons_floor) { // dense weights are used by every token: they come first
         pin_groups(in, plan, plan.dense_bytes);
-        plan.cache_bytes = in.cache_bytes ? cache_floor : std::min(plan.experts_bytes, available - plan.dense_bytes);
+        split_caches(in, plan, cache_floor, neurons_floor, available - plan.dense_bytes);
     } else {
         plan.cache_bytes = cache_floor;
-        split_dense(in, plan, available - cache_floor);
+        plan.neuron_cache_bytes = neurons_floor;
+        split_dense(in, plan, available - cache_floor - neurons_floor);
     }
     plan.cache_bytes -= in.expert_bytes ? plan.cache_bytes % in.expert_bytes : 0; // whole slots
     warn_of_small_cache(plan);

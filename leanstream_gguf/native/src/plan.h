@@ -17,8 +17,10 @@ struct PlanInput {
     uint64_t expert_bytes = 0;            // a slot of the expert cache: the largest expert in memory
     std::vector<uint32_t> n_experts;      // [moe layer]
     uint32_t n_expert_used = 0;
+    uint64_t neurons_bytes = 0;           // all neuron clusters in memory
+    uint64_t neurons_min_bytes = 0;       // smallest cache of clusters
     uint64_t budget_bytes = 0;    // 0 = no bound
-    uint64_t cache_bytes = 0;     // 0 = what is left
+    uint64_t cache_bytes = 0;     // of experts, or of clusters in a model without experts; 0 = what is left
 };
 
 struct Plan {
@@ -34,6 +36,8 @@ struct Plan {
     uint64_t token_demand_bytes = 0; // experts of one token, all layers
     uint64_t layer_demand_bytes = 0; // experts of one token in the layer that needs most: the smallest cache
     uint32_t token_demand_experts = 0;
+    uint64_t neuron_cache_bytes = 0; // capacity of the cache of neuron clusters
+    uint64_t neurons_bytes = 0;      // all of them
     std::vector<std::string> warnings;
 
     bool streams_dense() const { return n_pinned < pinned.size(); }

@@ -1,6 +1,7 @@
 // What one llama_context holds while it decodes: pins, routing of the layer at hand, and its sticky error.
 #pragma once
 
+#include "neurons.h"
 #include "status.h"
 
 #include "ggml.h"
@@ -50,6 +51,7 @@ struct MoeRun {
 
 struct Session {
     static constexpr uint32_t kRuns = 4; // routing decisions that may overlap in a graph
+    static constexpr uint32_t kNeuronRuns = 2; // layers that may overlap
 
     Engine * engine = nullptr;
     const llama_context * context = nullptr;
@@ -71,6 +73,7 @@ struct Session {
 
     std::atomic<const ggml_tensor *> acquired{nullptr}; // the acquire node that is done
     MoeRun runs[kRuns];
+    NeuronRun neuron_runs[kNeuronRuns];
 
     size_t tiled_bytes_per_thread = 0;
     std::vector<uint8_t> tiled_scratch;

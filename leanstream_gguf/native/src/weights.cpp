@@ -34,7 +34,15 @@ bool streamable(const Weight & w, const ggml_tensor * node, int source) {
 
 } // namespace
 
+int32_t Weight::block() const {
+    return block_of(entry->name);
+}
+
 uint64_t MoeLayer::slot_offset(uint32_t part, uint32_t expert) const {
+    if (bundle) { // as in the file
+        const uint64_t start = record_offset(expert) % page_size();
+        return part < parts.size() ? start + parts[part]->entry->part_offset : page_ceil(start + record_bytes());
+    }
     uint64_t at = 0;
     for (uint32_t p = 0; p < part; ++p) {
         at += span_bytes(file_offset(p, expert), part_bytes(p));
@@ -52,6 +60,7 @@ Weight * Weights::add(ggml_tensor * tensor, uint8_t * home) {
     w.entry  = entry;
     w.tensor = tensor;
     w.home   = home;
+    w.use    = entry->bundle >= 0 ? Use::neurons : Use::resident; // what no graph uses takes no memory if it is rearranged
     by_tensor_[tensor] = &w;
     return &w;
 }
@@ -75,6 +84,13 @@ bool Weights::learn_expert(Weight & w, const ggml_tensor * node) {
         layer = &moe_layers.back();
         layer->block     = block_of(w.entry->name);
         layer->n_experts = uint32_t(w.tensor->ne[2]);
+        if (w.entry->bundle >= 0) {
+            layer->bundle    = &index_.tensors[size_t(w.entry->bundle)];
+            layer->checksums = index_.find(format("blk.%d.ffn_exps.checksums.lean", layer->block));
+        }
+    }
+    if (w.entry->bundle >= 0 && &index_.tensors[size_t(w.entry->bundle)] != layer->bundle) {
+        return false;
     }
     w.use   = Use::expert;
     w.layer = int32_t(layer - moe_layers.data());
@@ -84,6 +100,10 @@ bool Weights::learn_expert(Weight & w, const ggml_tensor * node) {
 }
 
 void Weights::learn_use(Weight & w, const ggml_tensor * node, int source) {
+    if (w.entry->bundle >= 0 && index_.lean.layer_of(w.block())) {
+        w.use = Use::neurons;
+        return;
+    }
     const bool looked_up_only = w.entry->name == "per_layer_token_embd.weight" ||
         (w.entry->name == "token_embd.weight" && index_.find("output.weight"));
     if (looked_up_only && node->op == GGML_OP_GET_ROWS && node->src[0] == w.tensor) {
@@ -92,6 +112,10 @@ void Weights::learn_use(Weight & w, const ggml_tensor * node, int source) {
         w.use = Use::dense;
         dense_order_.push_back(&w);
     } else if (!learn_expert(w, node)) {
+        if (w.entry->bundle >= 0) {
+            throw Error(LS_ERR_UNSUPPORTED, format("'%s' is stored expert by expert, but this model uses it in another way; use the file it "
+                "was made from (leanstream unpack restores it)", w.entry->name.c_str()));
+        }
         w.use = Use::resident;
     }
 }

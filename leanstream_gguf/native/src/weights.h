@@ -22,6 +22,7 @@ enum class Use : uint8_t {
     rows,     // only looked up by row: read row by row
     dense,    // a matrix of a layer: part of a dense group, pinned or streamed
     expert,   // stacked expert matrices: streamed expert by expert
+    neurons,  // rearranged feed-forward matrices: in clusters of neurons, which the neuron store keeps
 };
 
 struct Weight {
@@ -32,6 +33,8 @@ struct Weight {
     int32_t group = -1;        // dense: index into groups
     int32_t layer = -1;        // expert: index into moe_layers
     int32_t part = -1;         // expert: index into the layer's parts
+
+    int32_t block() const;     // transformer block, "blk.N.", or -1
 };
 
 // Matrices that are read and released together, in graph order.
@@ -51,9 +54,15 @@ struct MoeLayer {
     uint32_t n_experts = 0;
     uint32_t first_unit = 0;  // cache unit of expert 0, assigned with the groups
     std::vector<Weight *> parts;
+    const IndexEntry * bundle = nullptr;    // rearranged file: all parts of an expert side by side, one record an expert
+    const IndexEntry * checksums = nullptr; // of the records
 
     uint64_t part_bytes(uint32_t part) const { return parts[part]->tensor->nb[2]; }
-    uint64_t file_offset(uint32_t part, uint32_t expert) const { return parts[part]->entry->offset + expert * part_bytes(part); }
+    uint64_t record_offset(uint32_t expert) const { return bundle->offset + expert * record_bytes(); }
+    uint64_t record_bytes() const { return uint64_t(bundle->ne[0]); }
+    uint64_t file_offset(uint32_t part, uint32_t expert) const {
+        return parts[part]->entry->offset + expert * (bundle ? record_bytes() : part_bytes(part));
+    }
     // where in the expert's slot the part's first byte lies
     uint64_t slot_offset(uint32_t part, uint32_t expert) const;
     uint64_t unit_bytes(uint32_t expert) const { return slot_offset(uint32_t(parts.size()), expert); }

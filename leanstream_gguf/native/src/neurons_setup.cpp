@@ -1,0 +1,280 @@
+// What the store is made of: layers, pools of equal slots, resident parts, capacity.
+#include "neurons.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace ls {
+
+namespace {
+
+constexpr uint64_t kReadBytes = 64 * 1024; // from here on a drive gives its full bandwidth
+constexpr uint64_t kUnitBytes = 40;        // bookkeeping of a cluster: slots, pins, policy, states
+constexpr double   kHotShare  = 0.5;       // of a layer's share of the cache, at most, is pinned for good
+
+uint64_t slot_bytes_of(const NeuronShape & s) {
+    return (s.cluster_bytes() + 63) / 64 * 64;
+}
+
+} // namespace
+
+NeuronStore::NeuronStore(const Index & index, std::vector<std::unique_ptr<Device>> & devices, uint64_t tag_bits)
+    : index_(index), devices_(devices), tag_bits_(tag_bits), faithful_(index.lean.faithful) {
+    form_layers();
+    form_pools();
+    uint64_t largest = 0;
+    for (const NeuronLayer & l : layers_) {
+        largest = std::max(largest, l.shape->stride);
+    }
+    alignment_ = page_size();
+    buffer_bytes_ = std::max(kReadBytes, page_ceil(largest)) + 2 * page_size();
+}
+
+void NeuronStore::form_layers() {
+    for (const NeuronShape & s : index_.lean.layers) {
+        NeuronLayer l;
+        l.shape = &s;
+        l.matrix.format    = column_format(s.down.type);
+        l.matrix.n_rows    = s.n_embd;
+        l.matrix.n_neurons = s.n_ff;
+        l.accumulate = accumulate_kernel(best_kernel_set(), s.down.type);
+        layers_.push_back(std::move(l));
+    }
+}
+
+// Layers with slots of one size share a pool.
+void NeuronStore::form_pools() {
+    uint32_t unit = 0;
+    for (NeuronLayer & first : layers_) {
+        const uint64_t bytes = slot_bytes_of(*first.shape);
+        if (std::any_of(pools_.begin(), pools_.end(), [&](const Pool & p) { return p.slot_bytes == bytes; })) {
+            continue;
+        }
+        Pool pool = { bytes, unit, 0, nullptr };
+        for (size_t i = 0; i < layers_.size(); ++i) {
+            if (slot_bytes_of(*layers_[i].shape) == bytes) {
+                layers_[i].first_unit = unit;
+                layers_[i].pool = uint32_t(pools_.size());
+                unit += layers_[i].shape->n_clusters;
+                layer_of_unit_.insert(layer_of_unit_.end(), layers_[i].shape->n_clusters, uint32_t(i));
+            }
+        }
+        pool.n_units = unit - pool.first_unit;
+        pools_.push_back(std::move(pool));
+    }
+}
+
+int32_t NeuronStore::layer_of_block(int32_t block) const {
+    for (size_t i = 0; i < layers_.size(); ++i) {
+        if (layers_[i].shape->block == block) {
+            return int32_t(i);
+        }
+    }
+    return -1;
+}
+
+uint64_t NeuronStore::resident_bytes() const {
+    if (empty()) {
+        return 0;
+    }
+    uint64_t n = layer_of_unit_.size() * kUnitBytes + kBuffers * buffer_bytes_;
+    for (const NeuronLayer & l : layers_) {
+        const NeuronShape & s = *l.shape;
+        for (int32_t id : { s.perm, s.planes, s.checksums, s.sketch }) {
+            n += id >= 0 ? page_ceil(index_.tensors[size_t(id)].n_bytes + page_size()) : 0;
+        }
+        n += s.n_ff * sizeof(uint32_t);
+    }
+    return n;
+}
+
+uint64_t NeuronStore::all_cache_bytes() const {
+    uint64_t n = 0;
+    for (const Pool & p : pools_) {
+        n += page_ceil(p.slot_bytes * p.n_units);
+    }
+    return n;
+}
+
+// A pool's part of a cache of n_bytes: like all of its clusters to all clusters.
+uint64_t NeuronStore::share_of(const Pool & pool, uint64_t n_bytes) const {
+    const uint64_t all = all_cache_bytes(), own = page_ceil(pool.slot_bytes * pool.n_units);
+    return n_bytes >= all ? own : uint64_t(double(n_bytes) * (double(own) / double(all)));
+}
+
+uint64_t NeuronStore::min_cache_bytes() const {
+    const uint64_t all = all_cache_bytes();
+    uint64_t n = 0;
+    for (const Pool & p : pools_) { // the share of every pool must reach its minimum
+        const uint64_t least = std::min(kMinSlots, p.n_units) * p.slot_bytes + page_size();
+        n = std::max(n, uint64_t(double(least) * double(all) / double(page_ceil(p.slot_bytes * p.n_units))) + page_size());
+    }
+    return std::min(n, all);
+}
+
+void NeuronStore::use_thresholds(int32_t setting) {
+    for (size_t i = 0; i < layers_.size(); ++i) {
+        layers_[i].threshold = setting < 0 ? 0.0f : index_.lean.thresholds[size_t(setting)].values[i];
+    }
+}
+
+const uint8_t * NeuronStore::load_tensor(int32_t id, AddressSpace & space) {
+    const IndexEntry & e = index_.tensors[size_t(id)];
+    const uint64_t begin = page_floor(e.offset), n_bytes = page_ceil(e.offset + e.n_bytes - begin);
+    space = AddressSpace(n_bytes);
+    space.commit(space.base(), n_bytes);
+    AddressSpace::prefer_large_pages(space.base(), n_bytes);
+    const int64_t n = devices_[e.shard]->read(begin, space.base(), n_bytes);
+    if (n < int64_t(e.offset - begin + e.n_bytes)) {
+        const std::string & path = devices_[e.shard]->path();
+        throw Error(LS_ERR_READ, format("reading '%s' of %s failed: %s; check the disk", e.name.c_str(), path.c_str(),
+            n < 0 ? strerror(int(-n)) : "the file ended early")).path(path).offset(begin).sys(n < 0 ? int(-n) : 0);
+    }
+    return space.base() + (e.offset - begin);
+}
+
+void NeuronStore::load() {
+    if (empty()) {
+        return;
+    }
+    for (NeuronLayer & l : layers_) {
+        const NeuronShape & s = *l.shape;
+        const auto tensor = [&](int32_t id) {
+            resident_.emplace_back();
+            return load_tensor(id, resident_.back());
+        };
+        l.perm      = (const int32_t *) tensor(s.perm);
+        l.checksums = (const uint32_t *) tensor(s.checksums);
+        l.matrix.planes = s.planes >= 0 ? tensor(s.planes) : nullptr;
+        l.sketch    = s.sketch >= 0 ? tensor(s.sketch) : nullptr;
+        l.position_of.assign(s.n_ff, UINT32_MAX);
+        for (uint32_t i = 0; i < s.n_ff; ++i) {
+            const uint32_t original = uint32_t(l.perm[i]);
+            if (original >= s.n_ff || l.position_of[original] != UINT32_MAX) {
+                const std::string & path = index_.shards.front().path;
+                throw Error(LS_ERR_FORMAT, format("%s: the order of neurons of layer %d is no permutation; the file was changed after it "
+                    "was made: repack the model again", path.c_str(), s.block)).path(path);
+            }
+            l.position_of[original] = i;
+        }
+    }
+    const size_t n_units = layer_of_unit_.size();
+    state_.assign(n_units, kAbsent);
+    verified_.assign(n_units, 0);
+    waiting_.assign(n_units, 0);
+    stamp_.assign(n_units, 0);
+    runs_.assign(kMaxRuns, nullptr);
+    buffers_ = AddressSpace(kBuffers * buffer_bytes_);
+    buffers_.commit(buffers_.base(), buffers_.size());
+    reads_.resize(kBuffers);
+    for (uint32_t b = 0; b < kBuffers; ++b) {
+        free_buffers_.push_back(b);
+    }
+    for (Pool & p : pools_) {
+        p.cache = std::make_unique<SlotCache>(p.n_units, p.slot_bytes);
+    }
+}
+
+void NeuronStore::set_all_ready_locked() {
+    all_ready_.store(n_ready_ == layer_of_unit_.size() && capacity_is_all_, std::memory_order_relaxed);
+}
+
+void NeuronStore::set_capacity(uint64_t n_bytes, const std::string & policy, const PolicyParams & params) {
+    if (empty()) {
+        return;
+    }
+    Lock lock(mutex_);
+    for (uint32_t unit : hot_) {
+        const Pool & p = pools_[layers_[layer_of_unit_[unit]].pool];
+        p.cache->unpin(unit - p.first_unit);
+    }
+    hot_.clear();
+    for (Pool & p : pools_) {
+        std::vector<uint32_t> evicted;
+        const uint32_t before = p.cache->n_slots();
+        p.cache->set_capacity(share_of(p, n_bytes), evicted);
+        for (uint32_t u : evicted) {
+            n_ready_ -= state_[p.first_unit + u] == kReady;
+            state_[p.first_unit + u] = kAbsent;
+        }
+        if (before != p.cache->n_slots()) {
+            p.cache->set_policy(make_policy(policy, params, p.n_units, p.cache->n_slots()));
+        }
+    }
+    capacity_is_all_ = n_bytes >= all_cache_bytes();
+    set_all_ready_locked();
+}
+
+void NeuronStore::set_policy(const std::string & policy, const PolicyParams & params) {
+    Lock lock(mutex_);
+    for (Pool & p : pools_) {
+        if (p.cache) {
+            p.cache->set_policy(make_policy(policy, params, p.n_units, p.cache->n_slots()));
+        }
+    }
+}
+
+// Leading clusters of every layer, the same share of each; the coldest first, so that the policies keep the hot ones longest.
+void NeuronStore::fill() {
+    if (empty()) {
+        return;
+    }
+    Lock lock(mutex_);
+    std::vector<std::pair<double, uint32_t>> wanted; // rank within its layer, unit
+    for (const NeuronLayer & l : layers_) {
+        const Pool & p = pools_[l.pool];
+        const double share = double(p.cache->n_slots()) / p.n_units;
+        const uint32_t n = share >= 1 ? l.shape->n_clusters : uint32_t(share * l.shape->n_clusters);
+        for (uint32_t c = 0; c < n; ++c) {
+            if (state_[l.first_unit + c] == kAbsent) {
+                wanted.push_back({ -double(c) / l.shape->n_clusters, l.first_unit + c });
+            }
+        }
+    }
+    std::sort(wanted.begin(), wanted.end());
+    std::vector<uint32_t> missing;
+    for (const auto & [rank, unit] : wanted) {
+        Pool & p = pools_[layers_[layer_of_unit_[unit]].pool];
+        const uint32_t local = unit - p.first_unit;
+        if (p.cache->resident(local) || (p.cache->n_resident() < p.cache->n_slots() && admit_locked(unit, false))) {
+            state_[unit] = kLoading;
+            p.cache->pin(local);
+            missing.push_back(unit);
+        }
+    }
+    error_ = {};
+    start_reads_locked(missing, Priority::load);
+    changed_.wait(lock, [this] { return n_loading_ == 0; });
+    if (error_.status) {
+        Error e(ls_status(error_.status), error_.message);
+        e.info = error_;
+        throw e;
+    }
+    pin_hot_locked();
+}
+
+void NeuronStore::pin_hot_locked() {
+    for (const NeuronLayer & l : layers_) {
+        Pool & p = pools_[l.pool];
+        const double share = kHotShare * std::min(1.0, double(p.cache->n_slots()) / p.n_units);
+        const uint32_t n = std::min(l.shape->n_hot, uint32_t(share * l.shape->n_clusters));
+        for (uint32_t c = 0; c < n && p.cache->n_slots() > kMinSlots + p.cache->n_pinned(); ++c) {
+            const uint32_t unit = l.first_unit + c;
+            if (state_[unit] == kReady) {
+                p.cache->pin(unit - p.first_unit);
+                hot_.push_back(unit);
+            }
+        }
+    }
+}
+
+uint64_t NeuronStore::capacity_bytes() const {
+    Lock lock(mutex_);
+    uint64_t n = 0;
+    for (const Pool & p : pools_) {
+        n += p.cache ? p.cache->capacity_bytes() : 0;
+    }
+    return n;
+}
+
+} // namespace ls

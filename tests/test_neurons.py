@@ -1,0 +1,176 @@
+"""Layers streamed neuron by neuron and experts read as one record: the same bits at every budget, close to the source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from lean_files import make_lean
+from support import assert_same_bytes, logits, sample_tokens, streamed, unstreamed
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.usefixtures("native"),
+    pytest.mark.filterwarnings("ignore:the expert cache"),  # too small on purpose
+]
+
+Tiny = Callable[..., Path]
+Logits = npt.NDArray[np.single]
+
+N_PROMPT, N_TOKENS = 24, 36
+TOKENS = sample_tokens(N_TOKENS, 512)
+SHAPE = {"n_threads": 2, "n_threads_batch": 2, "n_ubatch": 16}
+READERS: list[dict[str, Any]] = [
+    {"policy": "lru", "io_backend": "pread", "io_threads": 1},
+    {"policy": "slru", "io_backend": "pread", "io_threads": 4},
+    {"policy": "lfu", "io_backend": "auto", "direct_io": False},
+]
+NEURONS = ["dense_arcee", "dense_tied", "dense_gemma3", "dense_qwen2"]
+# Stock rounds activations to int8 before the down projection, neurons are summed without; a wrong neuron gives more than 0.1.
+MAX_KL = 5e-3
+
+
+@cache
+def reference(path: Path) -> Logits:
+    with unstreamed(path, **SHAPE) as llm:
+        return logits(llm, TOKENS, N_PROMPT)
+
+
+def kl(p: Logits, q: Logits) -> float:
+    """Mean KL divergence of next-token distributions, in nats."""
+
+    def log_softmax(x: Logits) -> npt.NDArray[np.double]:
+        shifted = x.astype(np.double) - x.max(axis=-1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+    log_p, log_q = log_softmax(p), log_softmax(q)
+    return float((np.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean())
+
+
+@pytest.fixture(scope="module")
+def lean(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`lean(name, **options)`: the lean file of a toy model, written once. Do not change the file."""
+    folder = tmp_path_factory.mktemp("lean")
+    written: dict[str, Path] = {}
+
+    def get(name: str, **options: Any) -> Path:
+        key = f"{name}-{len(written)}" if options else name
+        if options or key not in written:
+            written[key] = make_lean(tiny(name), folder / f"{key}.lean.gguf", **options)
+        return written[key]
+
+    return get
+
+
+@pytest.mark.parametrize("name", NEURONS)
+def test_logits_at_every_budget(lean: Callable[..., Path], tiny: Tiny, name: str) -> None:
+    from leanstream_gguf import StreamConfig
+
+    path = lean(name)
+    with streamed(path, "full", **SHAPE) as llm:
+        expected = logits(llm, TOKENS, N_PROMPT)
+    assert kl(reference(tiny(name)), expected) < MAX_KL
+    for reader in READERS:
+        with streamed(path, "min", stream=StreamConfig(**reader), **SHAPE) as llm:
+            plan = llm.stream.plan()
+            low, high = plan["minimum_budget_bytes"], plan["full_budget_bytes"]
+            assert "neurons" in plan["mode"]
+            assert_same_bytes(logits(llm, TOKENS, N_PROMPT), expected)
+            assert llm.stream.stats().read_bytes > 0
+            for budget in ((low + high) // 2, high, low):
+                llm.stream.set_budget(budget)
+                assert_same_bytes(logits(llm, TOKENS, N_PROMPT), expected)
+
+
+@pytest.mark.parametrize("cluster_size", [1, 7])
+def test_cluster_size_changes_nothing(lean: Callable[..., Path], cluster_size: int) -> None:
+    with streamed(lean("dense_arcee"), "full", **SHAPE) as llm:
+        expected = logits(llm, TOKENS, N_PROMPT)
+    with streamed(lean("dense_arcee", cluster_size=cluster_size), "min", **SHAPE) as llm:
+        assert_same_bytes(logits(llm, TOKENS, N_PROMPT), expected)
+
+
+@pytest.mark.parametrize(("name", "dense_layers"), [("moe_qwen3", False), ("moe_bias", False), ("moe_merged", True)])
+def test_bundled_experts_give_the_bytes_of_the_source(lean: Callable[..., Path], tiny: Tiny, name: str, dense_layers: bool) -> None:
+    with streamed(lean(name), "min", **SHAPE) as llm:
+        plan = llm.stream.plan()
+        low, high = plan["minimum_budget_bytes"], plan["full_budget_bytes"]
+        expected = logits(llm, TOKENS, N_PROMPT) if dense_layers else reference(tiny(name))  # in clusters: other rounding
+        assert kl(reference(tiny(name)), expected) < 10 * MAX_KL
+        for budget in (low, (low + high) // 2, high):
+            llm.stream.set_budget(budget)
+            assert_same_bytes(logits(llm, TOKENS, N_PROMPT), expected)
+
+
+def test_one_read_for_an_expert(lean: Callable[..., Path]) -> None:
+    from leanstream_gguf import StreamConfig
+
+    with streamed(lean("moe_qwen3"), "full", stream=StreamConfig(cache_budget="25%"), **SHAPE) as llm:
+        llm.stream.reset_stats()
+        for token in TOKENS:
+            llm.eval([token])
+        stats = llm.stream.stats()
+        assert stats.misses > 0
+        assert stats.n_reads == stats.misses + len(TOKENS)  # and one row of the embedding a token
+
+
+# ---- damaged files ---------------------------------------------------------------------------------------------------
+
+
+def damaged(path: Path, tmp_path: Path, old: bytes, new: bytes) -> Path:
+    raw = path.read_bytes()
+    assert len(old) == len(new) and raw.count(old) >= 1
+    copy = tmp_path / "damaged.lean.gguf"
+    copy.write_bytes(raw.replace(old, new, 1))
+    return copy
+
+
+def corrupted(path: Path, tmp_path: Path, tensor: str) -> Path:
+    from gguf import GGUFReader
+
+    found = next(t for t in GGUFReader(path).tensors if t.name == tensor)
+    raw = bytearray(path.read_bytes())
+    start = int(found.data_offset)
+    for at in range(start, start + int(found.n_bytes), 512):
+        raw[at] ^= 0x55
+    copy = tmp_path / "corrupt.lean.gguf"
+    copy.write_bytes(bytes(raw))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "unit"),
+    [
+        ("dense_arcee", "blk.1.ffn.clusters.lean", "cluster"),
+        ("moe_qwen3", "blk.1.ffn_exps.lean", "expert"),
+    ],
+)
+def test_corrupt_data_is_found_at_its_first_read(lean: Callable[..., Path], tmp_path: Path, name: str, tensor: str, unit: str) -> None:
+    from leanstream_gguf.errors import FormatError
+
+    path = corrupted(lean(name), tmp_path, tensor)
+    with pytest.raises(FormatError, match=f"{unit} [0-9]+ of layer 1 is corrupt") as caught, streamed(path, "min", **SHAPE) as llm:
+        llm.eval(TOKENS)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"leanstream.neurons.n_hot", b"leanstream.neurons.n_hat", "n_hot is missing"),
+        (b"blk.1.ffn.perm.lean", b"blk.1.ffn.pern.lean", "perm.lean is missing"),
+        (b"leanstream.virtual.offset", b"leanstream.virtual.offsat", "offset is missing"),
+    ],
+)
+def test_edited_files_are_refused(lean: Callable[..., Path], tmp_path: Path, old: bytes, new: bytes, message: str) -> None:
+    from leanstream_gguf.errors import FormatError
+
+    path = damaged(lean("dense_arcee"), tmp_path, old, new)
+    with pytest.raises(FormatError, match="repack the model again") as caught, streamed(path, "full", **SHAPE):
+        pass
+    assert message in str(caught.value)
