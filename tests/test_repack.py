@@ -40,9 +40,10 @@ def plan(
         if ffn.why_not is None:
             perm = np.random.default_rng(ffn.block).permutation(ffn.down.ne[0]).astype(np.int32)
             kind = BY_NAME[down] if down else ffn.down.type
+            changed = kind != ffn.down.type
             layers.append(
                 layout.NeuronLayer(
-                    ffn.block, ffn.gate, ffn.up, ffn.down, kind, ffn.biases, perm, cluster_size, 1, alignment, faithful
+                    ffn.block, ffn.gate, ffn.up, ffn.down, kind, ffn.biases, perm, cluster_size, 1, alignment, faithful, changed
                 )
             )  # fmt: skip
     return layout.make_layout(model, layout.find_experts(model), layers, alignment, [])

@@ -14,12 +14,15 @@ COMMANDS = {
     "inspect": ".inspect",
     "verify": ".verify",
     "doctor": ".doctor",
+    "calibrate": ".calibrate",
+    "repack": ".repack",
+    "unpack": ".unpack",
 }
 
 _EPILOG = """\
 sizes: 900MiB, 2GiB, 1.5GB or a number of bytes; K, M, G alone are powers of 1024.
 exit status: 0 success; 1 verification failed or another error; 2 wrong arguments; 3 the model file; 4 not supported;
-  5 too little memory; 6 reading failed during use; 7 the native libraries; 130 interrupted.
+  5 too little memory; 6 reading failed during use; 7 the native libraries; 8 writing failed; 130 interrupted.
 
 examples:
   leanstream plan -m model.gguf                       what fits here, and how fast it would be
@@ -27,6 +30,8 @@ examples:
   leanstream run -m model.gguf --memory auto          chat
   leanstream serve -m model.gguf --memory 2GiB        for OpenAI's clients, on 127.0.0.1:8000
   leanstream verify -m model.gguf --memory min        prove that streaming changes no bit
+  leanstream calibrate -m model.gguf                  which neurons fire
+  leanstream repack model.gguf                        then: model.lean.gguf, with neurons or experts to read one by one
 """
 
 

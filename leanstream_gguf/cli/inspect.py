@@ -102,6 +102,10 @@ def run(args: argparse.Namespace) -> int:
         "purposes": describe(index),
         **_dry_run(args.model),
     }
+    if "leanstream.version" in index.get("metadata", {}):
+        from . import _lean
+
+        document["lean"] = _lean.document(args.model)
     if args.tensors or args.json:
         document["tensors"] = index["tensors"]
     if args.json:
@@ -130,6 +134,10 @@ def summary(document: dict[str, Any]) -> str:
     ]
     lines.append(_common.table([("purpose", "tensors", "size", "types"), *rows]))
     lines += [f"  {PURPOSES[row['purpose']].text}: {row['reason']}" for row in document["purposes"]]
+    if "lean" in document:
+        from . import _lean
+
+        lines += _lean.lines(document["lean"])
     if document["streamable"]:
         plan = document["plan"]
         lines.append(

@@ -77,7 +77,7 @@ class ExpertLayer:
 class NeuronLayer:
     """A dense feed-forward layer cut into clusters, and what was decided about it.
 
-    `faithful` puts the deciding rows into the records too. `down_type` differs from the source's with --down-type.
+    `faithful` puts the deciding rows into the records too. `requantised`: the stored down projection is not the source's.
     """
 
     block: int
@@ -91,6 +91,7 @@ class NeuronLayer:
     n_hot: int
     alignment: int
     faithful: bool
+    requantised: bool = False
 
     @property
     def n_ff(self) -> int:
@@ -316,8 +317,8 @@ def _own_keys(layout: Layout, sha256: Sequence[str]) -> list[bytes]:
             ("neurons.cluster_size", "u32[]", [layer.cluster_size for layer in layers]),
             ("neurons.n_hot", "u32[]", [layer.n_hot for layer in layers]),
         ]
-    if any(layer.down_type != layer.down.type for layer in layers):
-        entries.append(("down_type.source", "u32[]", [layer.down.type.id for layer in layers]))
+    if changed := [layer.block for layer in layers if layer.requantised]:
+        entries.append(("down_type.changed", "u32[]", changed))
     own = [encode_key(f.PREFIX + key, kind, value) for key, kind, value in entries]
     return [*own, *layout.extra_keys, encode_key("general.alignment", "u32", f.PAGE)]
 

@@ -166,9 +166,8 @@ class LeanFile:
         return rows
 
     def requantised(self) -> set[str]:
-        """Names of tensors whose stored type is not the source's."""
-        types = {name: kind.id for shard in range(len(self.tables)) for name, _, kind, _ in self.source_table(shard)}
-        return {item.name for item in self.virtual.values() if types.get(item.name) != item.type_id}
+        """Names of tensors that were made anew (--down-type): they cannot be given back as they were."""
+        return {f"blk.{block}.ffn_down.weight" for block in self.model.get("leanstream.down_type.changed") or ()}
 
 
 def _count_keys(raw: bytes, path: str) -> tuple[int, int]:

@@ -99,7 +99,7 @@ class DownRows:
     errors: dict[int, ErrorSum] = field(default_factory=dict)  # by block
 
     def reader(self, layer: NeuronLayer, source: Source) -> ReadRows:
-        if layer.down_type == layer.down.type and self.higher is None:
+        if not layer.requantised:
             return lambda first, n: source.rows(layer.down, first, n)
         tensor, file = self._origin(layer, source)
         error = self.errors.setdefault(layer.block, ErrorSum())

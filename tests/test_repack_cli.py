@@ -1,0 +1,155 @@
+"""The commands calibrate, repack, unpack and inspect on a toy model, and the cost model behind the cluster sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from leanstream_gguf import cli
+from leanstream_gguf.errors import CalibrationError, UnsupportedError
+from leanstream_gguf.repack import cost, repack
+
+Tiny = Callable[..., Path]
+DRIVE = cost.Drive((4096, 65536, 1048576), (30000.0, 13000.0, 1000.0), 512, "made up")
+
+
+def last_json(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_drive_times() -> None:
+    seconds = DRIVE.seconds(np.array([100, 4096, 65536, 2 << 20]))
+    assert seconds[0] == seconds[1] == 1 / 30000
+    assert seconds[2] == pytest.approx(1 / 13000) and seconds[3] == pytest.approx(2 / 1000)
+
+
+def test_runs_and_touched() -> None:
+    fires = np.zeros((2, 10), bool)
+    fires[0, [0, 1, 9]] = True
+    fires[1, [3, 4]] = True
+    assert cost.touched(fires, 3).tolist() == [[True, False, False, True], [False, True, False, False]]
+    assert sorted(cost.runs(cost.touched(fires, 3)).tolist()) == [1, 1, 1]
+    assert sorted(cost.runs(fires).tolist()) == [1, 2, 2]
+    assert not len(cost.runs(np.zeros((3, 5), bool)))
+
+
+def test_cost_of_a_cluster_size_is_what_a_replay_by_hand_gives() -> None:
+    rng = np.random.default_rng(1)
+    fires = rng.random((60, 100)) < 0.05
+    found = cost.cluster_cost(fires, 4, 700, DRIVE)
+    n_bytes = sum(len({j // 4 for j in np.nonzero(row)[0]}) * 3072 for row in fires)
+    assert found.stride == 3072
+    assert found.n_bytes == pytest.approx(n_bytes / 60)
+    assert found.amplification == pytest.approx(n_bytes / (fires.sum() * 700))
+
+
+def test_large_records_are_read_alone_and_small_ones_together() -> None:
+    rng = np.random.default_rng(2)
+    scattered = rng.random((200, 512)) < 0.03
+    large = cost.choose(scattered, 4352, DRIVE)
+    assert large.cluster_size == 1 and large.stride == 4608 and large.amplification < 1.07
+    together = np.repeat(rng.random((200, 64)) < 0.05, 8, axis=1)  # groups of 8 always fire together
+    assert cost.choose(together, 700, DRIVE).cluster_size == 8
+    slow = cost.Drive((4096, 1048576), (100.0, 99.0), 512, "a disk that seeks")
+    assert cost.choose(scattered, 640, slow).cluster_size > cost.choose(scattered, 640, DRIVE).cluster_size
+
+
+def test_hot_clusters_are_the_leading_ones_that_half_of_the_tokens_touch() -> None:
+    fires = np.zeros((100, 40), bool)
+    fires[:60, :6] = True
+    fires[:, 20] = True
+    assert cost.cluster_cost(fires, 2, 256, DRIVE).n_hot == 3
+
+
+@pytest.fixture(scope="module")
+def calibrated(tiny_once: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("calibrated")
+    text = folder / "t.txt"
+    text.write_text(" ".join(f"word {i * 7919 % 1000} of the story," for i in range(1500)))
+    model, out = tiny_once("dense_arcee"), folder / "r.calibration"
+    arguments = ["calibrate", "-m", str(model), "-o", str(out), "--text", str(text), "--tokens", "1024", "--threads", "1", "--quiet"]
+    assert cli.main(arguments) == 0
+    return model, out
+
+
+@pytest.fixture(scope="module")
+def tiny_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    from toygguf.models import write_model
+
+    return lambda name: write_model(name, tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("native")
+class TestCommands:
+    @pytest.mark.parametrize("layout", ["exact", "faithful"])
+    def test_there_and_back(
+        self, calibrated: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
+    ) -> None:
+        model, record = calibrated
+        out, back = tmp_path / "x.lean.gguf", tmp_path / "back.gguf"
+        command = ["repack", str(model), str(out), "--calibration", str(record), "--layout", layout, "--quiet", "--json"]
+        assert cli.main(command) == 0
+        done = last_json(capsys)
+        assert done["layout"] == layout and len(done["layers"]) + len(done["left_alone"]) == 4
+        assert cli.main(["inspect", "-m", str(out), "--json"]) == 0
+        lean = last_json(capsys)["lean"]
+        assert [layer["cluster_size"] for layer in lean["layers"]] == [layer["cluster_size"] for layer in done["layers"]]
+        for layer in lean["layers"]:
+            assert layer["amplification"] <= 1.1 * layer["amplification_best"]
+        assert lean["source"]["name"] == "dense_arcee.gguf" and lean["calibration"]["n_tokens"] == 1024
+        assert cli.main(["inspect", "-m", str(out)]) == 0
+        assert "read amplification" in capsys.readouterr().out
+        assert cli.main(["unpack", str(out), str(back), "--quiet"]) == 0
+        assert "the same bytes" in capsys.readouterr().out and back.read_bytes() == model.read_bytes()
+
+    def test_experts_need_no_record(self, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        out = tmp_path / "x.lean.gguf"
+        assert cli.main(["repack", str(tiny("moe_qwen3")), str(out), "--quiet"]) == 0
+        assert "layers of experts bundled" in capsys.readouterr().out
+        assert cli.main(["inspect", "-m", str(out)]) == 0
+        assert "each expert one read" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("arguments", "status", "words"),
+        [
+            (["--cluster", "none"], 2, "--cluster"),
+            (["--alignment", "100"], 2, "--alignment"),
+            (["--down-type", "Q9"], 2, "--down-type"),
+            (["--from-source", "x.gguf"], 2, "--down-type"),
+            (["--calibration", "missing"], 3, "leanstream calibrate"),
+            (["--experts-only"], 4, "leanstream calibrate"),
+        ],
+    )
+    def test_wrong_arguments(
+        self, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, words: str
+    ) -> None:
+        out = tmp_path / "x.lean.gguf"
+        assert cli.main(["repack", str(tiny("dense_untied")), str(out), "--quiet", *arguments]) == status
+        message = capsys.readouterr().err
+        assert words in message and message.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_record_of_another_model(self, calibrated: tuple[Path, Path], tiny: Tiny, tmp_path: Path) -> None:
+        request = repack.Request(str(tiny("dense_untied")), str(tmp_path / "x"), str(calibrated[1]), quiet=True)
+        with pytest.raises(CalibrationError, match=r"of another model \(dense_arcee\.gguf\)"):
+            repack.repack(request)
+
+    def test_nothing_to_repack(self, tiny: Tiny, tmp_path: Path) -> None:
+        with pytest.raises(UnsupportedError, match="fused"):
+            repack.repack(repack.Request(str(tiny("dense_fused")), str(tmp_path / "x")))
+
+    def test_requantising_says_what_it_costs(
+        self, calibrated: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        model, record = calibrated
+        command = ["repack", str(model), str(tmp_path / "x.lean.gguf"), "--calibration", str(record), "--quiet"]
+        assert cli.main([*command, "--down-type", "q4_0", "--from-source", str(model)]) == 0
+        assert "lossy: down projections requantised, relative error" in capsys.readouterr().out
+        assert cli.main(["unpack", str(tmp_path / "x.lean.gguf"), str(tmp_path / "y.gguf"), "--quiet"]) == 0
+        assert "in another type" in capsys.readouterr().out
