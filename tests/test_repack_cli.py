@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from leanstream_gguf import cli
-from leanstream_gguf.errors import CalibrationError, UnsupportedError
+from leanstream_gguf.errors import ArgumentError, CalibrationError, UnsupportedError
 from leanstream_gguf.repack import cost, repack
 
 Tiny = Callable[..., Path]
@@ -26,6 +26,16 @@ def test_drive_times() -> None:
     seconds = DRIVE.seconds(np.array([100, 4096, 65536, 2 << 20]))
     assert seconds[0] == seconds[1] == 1 / 30000
     assert seconds[2] == pytest.approx(1 / 13000) and seconds[3] == pytest.approx(2 / 1000)
+
+
+def test_drive_files(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    path.write_text(json.dumps({"drive": DRIVE.to_dict()}))
+    assert cost.Drive.load(str(path), 512) == DRIVE
+    for broken in ("{", "[]", "{}", '{"sizes": [2, 1], "reads_per_second": [1, 1]}', '{"sizes": [1], "reads_per_second": [0]}'):
+        path.write_text(broken)
+        with pytest.raises(ArgumentError, match="no drive's rates"):
+            cost.Drive.load(str(path), 512)
 
 
 def test_runs_and_touched() -> None:
@@ -119,6 +129,7 @@ class TestCommands:
         ("arguments", "status", "words"),
         [
             (["--cluster", "none"], 2, "--cluster"),
+            (["--drive", __file__, "--calibration", "missing"], 3, "leanstream calibrate"),
             (["--alignment", "100"], 2, "--alignment"),
             (["--down-type", "Q9"], 2, "--down-type"),
             (["--from-source", "x.gguf"], 2, "--down-type"),

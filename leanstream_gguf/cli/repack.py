@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", choices=("exact", "faithful"), default="exact", help="what the clusters hold; default exact")
     parser.add_argument("--cluster", default="auto", metavar="auto|N", help="neurons in a cluster; default auto: by the drive's rates")
     parser.add_argument("--alignment", type=int, default=0, metavar="N", help="512 or 4096; default: what the drive allows")
+    parser.add_argument("--drive", metavar="FILE", help="rates of the drive from an earlier `repack --json`, instead of measuring it")
     parser.add_argument("--down-type", metavar="TYPE", help="lossy: store down projections in another type, such as Q4_0")
     parser.add_argument("--from-source", metavar="FILE", help="with --down-type: make them from this file of higher precision")
     parser.add_argument("--experts-only", action="store_true", help="leave dense layers as they are")
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         alignment=args.alignment,
         down_type=None if args.down_type is None else args.down_type.upper(),
         from_source=args.from_source,
+        drive=args.drive,
         force=args.force,
         quiet=args.quiet,
     )

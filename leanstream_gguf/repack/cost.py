@@ -7,22 +7,26 @@ nobody asked for; so the time is the mean over caches of several sizes, which ho
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ArgumentError
 from ..probe import drive_rate
 from . import format as f
 
 PROBE_SIZES = (4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576)
 PROBE_DEPTH = 16
+PROBE_ROUNDS = 4
 CLUSTER_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64, 96, 128)
 HOT_SHARE = 0.5  # leading clusters that at least this share of the tokens touch are hot
-CACHE_SHARES = (0.0, 0.25, 0.5)  # of a layer's clusters, for which the time is predicted
+CACHE_SHARES = (0.25, 0.5, 0.75)  # of a layer's clusters, for which the time is predicted
 AMPLIFICATION_LIMIT = 1.6  # where a neuron's record is a page or more, a read is worth it without neighbours
 DENSE_LIMIT = 0.6  # density from which a layer is better left whole
 
@@ -44,7 +48,25 @@ class Drive:
         return np.where(n_bytes > self.sizes[-1], beyond, inside)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"sizes": list(self.sizes), "reads_per_second": [round(r, 1) for r in self.reads_per_second], "reason": self.reason}
+        rates = [round(rate, 1) for rate in self.reads_per_second]
+        return {"sizes": list(self.sizes), "reads_per_second": rates, "reason": self.reason}
+
+    @classmethod
+    def load(cls, path: str, alignment: int) -> Drive:
+        """From a JSON file that holds what `to_dict()` gave, alone or as the member `drive`.
+
+        Raises:
+            ArgumentError: it does not.
+        """
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+            found = document.get("drive", document)
+            sizes, rates = tuple(map(int, found["sizes"])), tuple(map(float, found["reads_per_second"]))
+            if not sizes or len(sizes) != len(rates) or sorted(sizes) != list(sizes) or min(rates) <= 0:
+                raise ValueError("sizes must rise and rates be positive")
+            return cls(sizes, rates, alignment, str(found.get("reason", path)))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArgumentError(f"{path} holds no drive's rates: {error}", path=path) from error
 
 
 def drive_alignment(path: str) -> tuple[int, str]:
@@ -64,17 +86,20 @@ def drive_alignment(path: str) -> tuple[int, str]:
 
 
 def measure_drive(file: str, alignment: int) -> Drive:
-    """Time random direct reads of a large file on the drive: about two seconds.
+    """Time random direct reads of a large file on the drive: about three seconds. The best of several rounds counts, because
+    other users of the machine only ever make it slower.
 
     Raises:
         LeanStreamError: the file cannot be read so.
     """
     n_bytes = os.path.getsize(file)
     sizes = tuple(size for size in PROBE_SIZES if size * 8 <= n_bytes) or PROBE_SIZES[:1]
-    rates = [drive_rate(file, size, PROBE_DEPTH, duration_ms=200) for size in sizes]
-    per_second = np.maximum.accumulate([1 / max(1.0, rate.reads_per_second) for rate in rates])  # a larger read is never faster
-    how = "measured" if all(rate.direct for rate in rates) else "measured through the page cache"
-    return Drive(sizes, tuple(float(1 / seconds) for seconds in per_second), alignment, f"{how}, {PROBE_DEPTH} reads in flight")
+    rounds = [[drive_rate(file, size, PROBE_DEPTH, duration_ms=100) for size in sizes] for _ in range(PROBE_ROUNDS)]
+    seconds = [min(1 / max(1.0, rate.reads_per_second) for rate in same) for same in zip(*rounds, strict=True)]
+    # a smaller read is never slower than a larger one
+    seconds = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
+    how = "measured" if all(rate.direct for rate in rounds[0]) else "measured through the page cache"
+    return Drive(sizes, tuple(1 / s for s in seconds), alignment, f"{how}, {PROBE_DEPTH} reads in flight, best of {PROBE_ROUNDS}")
 
 
 @dataclass(frozen=True)

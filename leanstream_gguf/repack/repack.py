@@ -29,7 +29,7 @@ class Request:
         cluster: neurons in a cluster, 0 = chosen by the cost model.
         alignment: 512 or 4096, 0 = what the output's drive allows.
         down_type: another type for down projections, lossy. from_source: a file of higher precision to make them from.
-        drive: figures to use instead of measuring the output's drive.
+        drive: JSON file with a drive's rates (of an earlier `repack --json`), instead of measuring the source's drive.
     """
 
     source: str
@@ -42,7 +42,7 @@ class Request:
     from_source: str | None = None
     force: bool = False
     quiet: bool = False
-    drive: cost.Drive | None = None
+    drive: str | None = None
 
     @property
     def out_path(self) -> str:
@@ -197,7 +197,7 @@ def _plan_neurons(request: Request, model: Model, alignment: int) -> _Planner:
     if request.layout == "faithful" and not record.margins:
         why = "its activation has no zeros" if not record.has_zeros else "it was made with --no-sketch"
         raise CalibrationError(f"{request.calibration} has no sketch margins ({why}), which the layout faithful needs")
-    drive = request.drive or cost.measure_drive(request.source, alignment)
+    drive = cost.Drive.load(request.drive, alignment) if request.drive else cost.measure_drive(request.source, alignment)
     planner = _Planner(request, model, record, alignment, drive)
     for ffn in find_dense(model):
         planner.add(ffn)
