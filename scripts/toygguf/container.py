@@ -10,7 +10,7 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +22,7 @@ ALIGNMENT = 32
 _POOL_BLOCK_BYTES = 8 << 20
 
 Progress = Callable[[int, int], None]
+Plant = Callable[[int, Bytes], None]
 
 
 class U16(int):
@@ -34,13 +35,17 @@ class I32(int):
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to write: shape in ggml order (the contiguous dimension first) and how its values spread."""
+    """One tensor to write: shape in ggml order (the contiguous dimension first) and how its values spread.
+
+    `plant(first_row, rows)` changes random rows, uint8 [n_rows, bytes of a row], in place into what they shall be.
+    """
 
     name: str
     shape: tuple[int, ...]
     type: str
     std: float
     mean: float = 0.0
+    plant: Plant | None = field(default=None, compare=False, repr=False)
 
     @property
     def n_blocks(self) -> int:
@@ -53,6 +58,10 @@ class Tensor:
     def n_bytes(self) -> int:
         return self.n_blocks * LAYOUTS[self.type].n_bytes
 
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[0] // LAYOUTS[self.type].n_elements * LAYOUTS[self.type].n_bytes
+
 
 class BlockPool:
     """Data of large tensors, cut from one random pool per (type, spread), so that gigabytes cost seconds."""
@@ -60,13 +69,19 @@ class BlockPool:
     def __init__(self) -> None:
         self._pools: dict[tuple[str, float, float], Bytes] = {}
 
-    def chunks(self, tensor: Tensor, seed: str) -> Iterator[Bytes]:
-        """The tensor's bytes in order, in pieces of at most _POOL_BLOCK_BYTES."""
+    def _pool(self, tensor: Tensor, seed: str) -> Bytes:
         key = (tensor.type, tensor.std, tensor.mean)
         if key not in self._pools:
             n_blocks = _POOL_BLOCK_BYTES // LAYOUTS[tensor.type].n_bytes
             self._pools[key] = random_blocks(tensor.type, n_blocks, f"{seed}/{key}", tensor.std, tensor.mean)
-        pool = self._pools[key]
+        return self._pools[key]
+
+    def chunks(self, tensor: Tensor, seed: str) -> Iterator[Bytes]:
+        """The tensor's blocks in order, in pieces of at most _POOL_BLOCK_BYTES; a planted tensor's in whole rows."""
+        pool = self._pool(tensor, seed)
+        if tensor.plant:
+            yield from self._planted_chunks(tensor, tensor.plant, pool)
+            return
         start, left = zlib.crc32(tensor.name.encode()) % len(pool), tensor.n_blocks
         while left:
             piece = pool[start : start + left]
@@ -74,13 +89,29 @@ class BlockPool:
             left -= len(piece)
             start = (start + len(piece)) % len(pool)
 
+    def _planted_chunks(self, tensor: Tensor, plant: Plant, pool: Bytes) -> Iterator[Bytes]:
+        start, flat = zlib.crc32(tensor.name.encode()) % len(pool) * pool.shape[1], pool.reshape(-1)
+        n_rows, most = tensor.n_bytes // tensor.row_bytes, max(1, _POOL_BLOCK_BYTES // tensor.row_bytes)
+        for first in range(0, n_rows, most):
+            rows = np.empty((min(most, n_rows - first), tensor.row_bytes), np.uint8)
+            out, done = rows.reshape(-1), 0
+            while done < out.size:
+                piece = flat[start : start + out.size - done]
+                out[done : done + piece.size] = piece
+                start, done = (start + piece.size) % flat.size, done + piece.size
+            plant(first, rows)
+            yield rows
+
 
 def tensor_chunks(tensor: Tensor, seed: str, pool: BlockPool | None) -> Iterator[Bytes]:
     """All bytes of a tensor: its own random stream, or pieces of `pool` for large files."""
     if pool is not None and tensor.n_bytes > _POOL_BLOCK_BYTES // 8:
         yield from pool.chunks(tensor, seed)
-    else:
-        yield random_blocks(tensor.type, tensor.n_blocks, f"{seed}/{tensor.name}", tensor.std, tensor.mean)
+        return
+    blocks = random_blocks(tensor.type, tensor.n_blocks, f"{seed}/{tensor.name}", tensor.std, tensor.mean)
+    if tensor.plant:
+        tensor.plant(0, blocks.reshape(-1, tensor.row_bytes))
+    yield blocks
 
 
 def _string(text: str) -> bytes:

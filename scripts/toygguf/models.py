@@ -86,8 +86,7 @@ def dense_arcee() -> Model:
     for i in range(dims.n_layer):
         attention(model, i)
         model.norm(f"blk.{i}.ffn_norm", dims.n_embd)
-        model.matrix(f"blk.{i}.ffn_up", dims.n_embd, dims.n_ff, gain=1.0)
-        model.matrix(f"blk.{i}.ffn_down", dims.n_ff, dims.n_embd, gain=1.5)
+        shapes.relu2_ffn(model, i)
     return model
 
 

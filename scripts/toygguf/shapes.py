@@ -138,6 +138,13 @@ def gated_ffn(model: Model, i: int, suffix: str = "", n_ff: int = 0) -> None:
     model.matrix(f"{p}down{suffix}", n_ff, d.n_embd, gain=2.0)
 
 
+def relu2_ffn(model: Model, i: int) -> None:
+    """Up and down without a gate, as models with a squared ReLU have them."""
+    d, p = model.dims, f"blk.{i}.ffn_"
+    model.matrix(f"{p}up", d.n_embd, d.n_ff, gain=1.0)
+    model.matrix(f"{p}down", d.n_ff, d.n_embd, gain=1.5)
+
+
 def experts(model: Model, i: int, merged: bool = False, bias: bool = False, scale: bool = False) -> None:
     """Router and expert tensors of a layer, in every layout that llama.cpp knows."""
     d, p = model.dims, f"blk.{i}.ffn_"

@@ -55,7 +55,7 @@ def train_merges(space: str, limit: int) -> list[tuple[str, str]]:
     return merges
 
 
-def _byte_symbols() -> list[str]:
+def byte_symbols() -> list[str]:
     """GPT-2's printable stand-in for each byte value."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     spare = iter(range(256, 512))
@@ -68,7 +68,7 @@ def _filler(space: str, n: int) -> list[str]:
 
 def bpe_metadata(n_vocab: int) -> dict[str, Any]:
     """tokenizer.* keys of a byte-level BPE with exactly n_vocab (at least 260) tokens; the last one ends a text."""
-    symbols = _byte_symbols()
+    symbols = byte_symbols()
     merges = train_merges("Ġ", n_vocab - len(symbols) - 1)
     tokens = [*symbols, *dict.fromkeys(a + b for a, b in merges)]
     tokens += [*_filler("Ġ", n_vocab - 1 - len(tokens)), "<|end|>"]
