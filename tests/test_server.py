@@ -206,6 +206,54 @@ def test_embeddings_of_a_model_loaded_without_them(server: Running) -> None:
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "unsupported")
 
 
+def test_logprobs_where_all_logits_are_kept(tiny: Tiny) -> None:
+    with serving(tiny("moe_qwen3"), logits_all=True) as running:
+        for stream in (False, True):
+            reply = running.chat(logprobs=True, top_logprobs=2, stream=stream)
+            parts = events(reply.text) if stream else [reply.json()]
+            found = [entry for part in parts for entry in (part["choices"][0]["logprobs"] or {}).get("content", [])]
+            assert found and all(entry["logprob"] <= 0 and entry["top_logprobs"] for entry in found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [({"chat_format": "nonsense"}, "argument"), ({"lora_path": "/nowhere"}, "unsupported"), ({"n_ctx": 7}, None)],
+)
+def test_settings_that_only_loading_can_refuse(tiny: Tiny, settings: dict[str, Any], code: str | None) -> None:
+    with serving(tiny("moe_qwen3"), **settings) as running:
+        error = running.stats()["error"]
+        assert (error["code"] if error else None) == code
+        assert running.chat().status_code == {"argument": 400, "unsupported": 422, None: 200}[code]
+
+
+def test_a_vocabulary_alone_tokenizes_and_refuses_the_rest(tiny: Tiny) -> None:
+    with serving(tiny("moe_qwen3"), vocab_only=True) as running:
+        assert running.http.post("/extras/tokenize", json={"input": "the"}).json()["tokens"]
+        assert running.chat().json()["error"]["code"] == "unsupported"
+        assert running.http.get("/v1/stream/config").json()["active"] is False
+        assert running.http.get("/health").status_code == 200
+
+
+def test_an_unexpected_error_has_the_same_shape_and_gives_nothing_away(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    from leanstream_gguf.server import generation
+
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("a secret")
+
+    for name in ("complete", "stream"):
+        monkeypatch.setattr(generation, name, broken)
+    for stream in (False, True):
+        reply = server.chat(stream=stream)
+        assert reply.status_code == 500
+        assert reply.json()["error"] | {"message": ""} == {"message": "", "type": "server_error", "param": None, "code": "internal"}
+        assert "secret" not in reply.text and "x-request-id" in reply.headers
+
+
+def test_a_body_of_several_mb_is_served(server: Running) -> None:
+    reply = server.http.post("/extras/tokenize/count", json={"input": "the quick " * 500_000}, timeout=120)
+    assert reply.status_code == 200 and reply.json()["count"] > 500_000
+
+
 # ---- turns, cancellation ------------------------------------------------------------------------------------------------
 
 LONG = {"max_tokens": 240, "n": 16, "repeat_penalty": 1.0, "stream": True}

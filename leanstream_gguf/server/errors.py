@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -22,6 +24,12 @@ class ContextLengthError(ArgumentError):
     """The prompt has `used` tokens, the context holds `limit`."""
 
     code = "context_length_exceeded"
+
+
+class RequestError(ArgumentError):
+    """llama_cpp cannot use a value of the request; its reason is in the message."""
+
+    code = "invalid_value"
 
 
 class ModelUnknownError(ArgumentError):
@@ -90,10 +98,21 @@ class Cancelled(Exception):
     """The running generation was asked to end."""
 
 
-# What llama_cpp raises before it generates, for values that a request holds.
+# What llama_cpp and chat templates raise before they generate, for values that a request holds.
 REQUEST_MISTAKES = (ValueError, TypeError, LookupError, AssertionError, AttributeError, RecursionError, TemplateError)
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+@contextlib.contextmanager
+def request_mistakes() -> Iterator[None]:
+    """What is raised inside for a value of the request becomes a RequestError."""
+    try:
+        yield
+    except LeanStreamError:
+        raise
+    except REQUEST_MISTAKES as error:
+        raise RequestError(f"the request cannot be served: {str(error) or type(error).__name__}") from error
 
 
 def body_of(status: int, message: str, code: str | None = None, param: str | None = None, **fields: Any) -> dict[str, Any]:
@@ -107,9 +126,6 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
     if isinstance(error, LeanStreamError):
         fields = {name: value for name in ("used", "limit", "remedy") if (value := getattr(error, name)) is not None}
         return error.http_status, body_of(error.http_status, str(error), error.code, **fields)
-    if isinstance(error, REQUEST_MISTAKES):
-        text = str(error) or type(error).__name__
-        return 400, body_of(400, f"the request cannot be served: {text}", "invalid_value")
     log.error("unexpected error", exc_info=error)
     return 500, body_of(500, f"internal error: {type(error).__name__}", "internal")
 
@@ -142,11 +158,8 @@ async def _on_validation(_: Request, error: Exception) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of the application answer in this shape."""
+    """Make the application's errors answer in this shape; security.Guard does so for the unexpected ones."""
     app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(StarletteHTTPException, _on_http)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(LeanStreamError, _on_error)
-    for kind in REQUEST_MISTAKES:
-        app.add_exception_handler(kind, _on_error)
-    app.add_exception_handler(Exception, _on_error)

@@ -10,6 +10,7 @@ from typing import Any
 from llama_cpp.server.app import prepare_request_resources
 
 from ..errors import ArgumentError
+from .errors import request_mistakes
 from .llama import ServedLlama
 from .requests import ChatRequest, CompletionRequest, EmbeddingRequest
 
@@ -53,7 +54,8 @@ def _calls(llm: ServedLlama, body: ChatRequest | CompletionRequest, alias: str) 
                 _check_token(llm, token)
     for prompt in prompts:
         for i in range(body.n_choices):
-            kwargs = _arguments(llm, body, alias) | prompt
+            with request_mistakes():
+                kwargs = _arguments(llm, body, alias) | prompt
             if body.seed is not None:
                 kwargs["seed"] = (body.seed + i) & 0xFFFFFFFF
             yield lambda kwargs=kwargs: method(**kwargs)  # type: ignore[misc]
@@ -68,7 +70,8 @@ def complete(llm: ServedLlama, body: ChatRequest | CompletionRequest, alias: str
     reply: dict[str, Any] = {}
     n_prompt = n_completion = 0
     for index, call in enumerate(_calls(llm, body, alias)):
-        part = call()
+        with request_mistakes():
+            part = call()
         n_prompt, n_completion = max(n_prompt, llm.usage.prompt), n_completion + llm.usage.completion
         choice = {**part["choices"][0], "index": index}
         reply = {**part, "choices": [*reply.get("choices", []), choice]}
@@ -81,10 +84,11 @@ def stream(llm: ServedLlama, body: ChatRequest | CompletionRequest, alias: str, 
     first: dict[str, Any] = {}
     n_prompt = n_completion = 0
     for index, call in enumerate(_calls(llm, body, alias)):
-        for chunk in call():
-            first = first or chunk
-            choice = {**chunk["choices"][0], "index": index}
-            emit({**chunk, "id": first["id"], "choices": [choice]})
+        with request_mistakes():
+            for chunk in call():
+                first = first or chunk
+                choice = {**chunk["choices"][0], "index": index}
+                emit({**chunk, "id": first["id"], "choices": [choice]})
         n_prompt, n_completion = max(n_prompt, llm.usage.prompt), n_completion + llm.usage.completion
     if body.stream_options is not None and body.stream_options.include_usage and first:
         kept = {name: first[name] for name in ("id", "object", "created", "model")}
@@ -95,7 +99,8 @@ def embed(llm: ServedLlama, body: EmbeddingRequest, alias: str) -> dict[str, Any
     """The reply of /v1/embeddings."""
     if body.dimensions is not None and body.dimensions != llm.n_embd():
         raise ArgumentError(f"this model's embeddings have {llm.n_embd()} dimensions", limit=llm.n_embd())
-    reply: dict[str, Any] = llm.create_embedding(body.input, alias)
+    with request_mistakes():
+        reply: dict[str, Any] = llm.create_embedding(body.input, alias)
     if body.encoding_format == "base64":
         for item in reply["data"]:
             item["embedding"] = base64.b64encode(struct.pack(f"<{len(item['embedding'])}f", *item["embedding"])).decode()

@@ -18,9 +18,11 @@ from .settings import ModelSettings
 
 import llama_cpp  # isort: skip - after ours, which point it at the right libraries
 import numpy as np
+from llama_cpp import llama_chat_format as chat_formats
 from llama_cpp.server import model as upstream
 
 _T = TypeVar("_T")
+CONTEXT_STEP = 256
 
 
 class Meter:
@@ -115,6 +117,7 @@ class ServedLlama(Llama):
         self.meter, self.stop = Meter(), Stop()
         self.usage = Usage()
         self.observe: Callable[[bool, float], None] | None = None
+        self.vocab_only = bool(options.get("vocab_only"))
         self._n_evaluated = 0
         super().__init__(model_path, **options)
         self.stop.attach(self._ctx.ctx)
@@ -191,6 +194,7 @@ class ServedLlama(Llama):
         Raises:
             ContextLengthError: the prompt leaves no room for an answer. UnsupportedError: logprobs without logits_all.
         """
+        self._need_weights()
         n_tokens = len(prompt) if isinstance(prompt, list) else len(self.tokenize(prompt.encode("utf-8"), special=True))
         if n_tokens >= self.n_ctx():
             raise ContextLengthError(
@@ -209,6 +213,7 @@ class ServedLlama(Llama):
         Raises:
             UnsupportedError: the model was loaded without embeddings. ContextLengthError: a text is longer than a batch.
         """
+        self._need_weights()
         if not self.context_params.embeddings:
             raise UnsupportedError("this model was not loaded for embeddings", remedy="start the server with --embedding true")
         for text in [input] if isinstance(input, str) else input:
@@ -226,6 +231,10 @@ class ServedLlama(Llama):
                 item["embedding"] = self._pooled(item["embedding"])
         return reply
 
+    def _need_weights(self) -> None:
+        if self.vocab_only:
+            raise UnsupportedError("only the vocabulary of this model was loaded", remedy="start the server without --vocab_only")
+
     def _pooled(self, rows: list[list[float]]) -> list[float]:
         values = np.asarray(rows, dtype=np.float64)
         vector = values[-1] if self.embedding_pooling == "last" else values.mean(axis=0)
@@ -241,6 +250,16 @@ class _LlamaCpp:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(llama_cpp, name)
+
+
+def _check_chat_format(llm: ServedLlama) -> None:
+    """Refuse a format that llama_cpp would only look for when somebody chats."""
+    name = llm.chat_format
+    if llm.chat_handler is not None or name is None or name in llm._chat_handlers:
+        return
+    known = chat_formats.LlamaChatCompletionHandlerRegistry()._chat_handlers  # type: ignore[no-untyped-call]
+    if name not in known:
+        raise ArgumentError(f"unknown chat_format {name!r}; there are: {', '.join(sorted(known))}")
 
 
 def load(settings: ModelSettings, on_start: Callable[[ServedLlama], None] | None = None) -> ServedLlama:
@@ -261,10 +280,17 @@ def load(settings: ModelSettings, on_start: Callable[[ServedLlama], None] | None
             if on_start is not None:
                 on_start(self)
             given = {name: value for name, value in options.items() if value is not None}
+            if given.get("n_ctx"):  # llama.cpp rounds up, and llama_cpp's array of tokens would be too short for it
+                given["n_ctx"] = -(-given["n_ctx"] // CONTEXT_STEP) * CONTEXT_STEP
             super().__init__(model_path, memory_budget=settings.memory_budget, stream=config, **given)
 
     loader = upstream.LlamaProxy.load_llama_from_model_settings
     # A copy of that function whose global `llama_cpp` is the stand-in: nothing in llama_cpp is patched.
     ours = FunctionType(loader.__code__, {**vars(upstream), "llama_cpp": _LlamaCpp(Configured)}, loader.__name__)
     loaded: ServedLlama = ours(settings)
+    try:
+        _check_chat_format(loaded)
+    except BaseException:
+        loaded.close()
+        raise
     return loaded

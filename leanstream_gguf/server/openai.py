@@ -20,7 +20,7 @@ from .host import ModelHost
 from .llama import Job, ServedLlama
 from .metrics import Sampler
 from .requests import ChatRequest, CompletionRequest, EmbeddingRequest
-from .sse import EventStream, disconnected
+from .sse import EventStream, disconnected, to_json
 
 router = APIRouter()
 _T = TypeVar("_T")
@@ -134,6 +134,10 @@ async def _streamed(request: Request, body: ChatRequest | CompletionRequest, ali
     return EventStream(_with_errors(first, source))
 
 
+def _json(reply: Any) -> Response:
+    return Response(to_json(reply), media_type="application/json")
+
+
 async def _answer(request: Request, body: ChatRequest | CompletionRequest) -> Response:
     host = _host(request)
     alias = host.resolve(body.model)
@@ -141,7 +145,7 @@ async def _answer(request: Request, body: ChatRequest | CompletionRequest) -> Re
         return await _streamed(request, body, alias)
     call = _observed(request, lambda llm: generation.complete(llm, body, alias))
     reply = await _unless_gone(request, host.run(client_of(request, body.user), alias, Job(), call))
-    return Response(status_code=errors.CLIENT_CLOSED_REQUEST) if reply is None else JSONResponse(reply)
+    return Response(status_code=errors.CLIENT_CLOSED_REQUEST) if reply is None else _json(reply)
 
 
 @router.post("/v1/chat/completions", summary="Chat", tags=["OpenAI V1"], response_class=JSONResponse)
@@ -161,7 +165,7 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     alias = host.resolve(body.model)
     work = host.run(client_of(request, body.user), alias, Job(), lambda llm: generation.embed(llm, body, alias))
     reply = await _unless_gone(request, work)
-    return Response(status_code=errors.CLIENT_CLOSED_REQUEST) if reply is None else JSONResponse(reply)
+    return Response(status_code=errors.CLIENT_CLOSED_REQUEST) if reply is None else _json(reply)
 
 
 @router.get("/v1/models", summary="Models", tags=["OpenAI V1"])

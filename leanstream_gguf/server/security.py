@@ -162,6 +162,10 @@ class Guard:
 
         try:
             await self._handle(scope, receive, answer)
+        except Exception as error:
+            if status:
+                raise  # too late for a reply: the connection is closed
+            await errors.response(error)(scope, receive, answer)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self.count(route, status or errors.CLIENT_CLOSED_REQUEST, time.monotonic() - started)

@@ -15,6 +15,11 @@ COMMENT_SECONDS = 10.0  # a line that keeps proxies and clients from giving up w
 SEND_SECONDS = 30.0  # a client that reads nothing for so long is dropped
 
 
+def to_json(document: Any) -> str:
+    """JSON of a reply; llama_cpp's logprobs are numpy's numbers."""
+    return json.dumps(document, default=lambda number: number.item())
+
+
 async def disconnected(receive: Receive) -> None:
     """Return when the client is gone. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
@@ -64,7 +69,7 @@ class EventStream(Response):
                     break
                 finally:
                     waiting = None
-                await self._chunk(send, f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n")
+                await self._chunk(send, f"data: {event if isinstance(event, str) else to_json(event)}\n\n")
         finally:
             if waiting is not None:
                 waiting.cancel()
