@@ -103,6 +103,26 @@ def test_policy_and_cache_change_live(server: Running) -> None:
     assert server.chat().status_code == 200
 
 
+def test_what_a_file_offers_is_listed_with_its_measured_cost() -> None:
+    from leanstream_gguf.server.fidelity import EXACT, choices
+
+    assert choices({}) == choices({"leanstream.calibration": "no JSON"}) == [EXACT]
+    record = {
+        "noise_floor": 4e-4,
+        "n_tokens": 4096,
+        "faithful": {"kl": 5e-4, "perplexity_change": 0.002, "share_fired": 0.05, "within_noise_floor": False},
+        "settings": [{"max_kl": 0.01, "kl": 0.009, "perplexity_change": 0.01, "share": 0.1, "recall": 0.9, "thresholds": {"0": 1.0}}],
+    }
+    exact, faithful, threshold = choices({"leanstream.layout": "faithful", "leanstream.calibration": json.dumps(record)})
+    assert exact == EXACT and exact["exact"] and not faithful["exact"]
+    assert (faithful["name"], faithful["quality"]["kl"], faithful["quality"]["noise_floor"]) == ("faithful", 5e-4, 4e-4)
+    assert (threshold["name"], threshold["max_kl"], threshold["quality"]["perplexity_change"]) == ("threshold", 0.01, 0.01)
+    assert [item["name"] for item in choices({"leanstream.layout": "exact", "leanstream.calibration": json.dumps(record)})] == [
+        "exact",
+        "threshold",
+    ]
+
+
 def test_stats_stream_and_history_show_the_same_object(server: Running) -> None:
     with server.http.stream("GET", "/v1/stream/events?interval=0.1") as reply:
         lines = (line for line in reply.iter_lines() if line)
@@ -250,8 +270,8 @@ def test_an_unexpected_error_has_the_same_shape_and_gives_nothing_away(server: R
 
 
 def test_a_body_of_several_mb_is_served(server: Running) -> None:
-    reply = server.http.post("/extras/tokenize/count", json={"input": "the quick " * 500_000}, timeout=120)
-    assert reply.status_code == 200 and reply.json()["count"] > 500_000
+    reply = server.http.post("/extras/tokenize/count", json={"input": "the quick " * 200_000}, timeout=120)
+    assert reply.status_code == 200 and reply.json()["count"] > 200_000
 
 
 # ---- turns, cancellation ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from .. import probe
 from ..errors import StateError, UnsupportedError
 from ..model import StreamHandle
 from ..settings import POLICIES, Budget, CacheBudget, check_fidelity, check_policy
+from . import fidelity
 from .host import ModelHost
 from .llama import ServedLlama
 from .metrics import INTERVAL, Sampler
@@ -83,6 +84,9 @@ def _config(host: ModelHost) -> dict[str, Any]:
         return {"model": host.alias, "active": False, "budget": None, "policy": None, "fidelity": None, "thresholds": None}
     plan, config = llm.stream.plan(), llm.stream.config
     assert config is not None
+    offered = fidelity.choices(llm.file_metadata())
+    steps = [choice for choice in offered if choice["name"] == "threshold"]
+    max_kl = getattr(config, "max_kl", None)
     return {
         "model": host.alias,
         "active": True,
@@ -92,11 +96,11 @@ def _config(host: ModelHost) -> dict[str, Any]:
             "minimum_bytes": plan["minimum_budget_bytes"],
             "full_bytes": plan["full_budget_bytes"],
             "automatic_bytes": probe.automatic_budget().n_bytes,
-            "cache": None if config.parsed_cache is None else llm.stream.plan()["experts"]["capacity_bytes"],
+            "cache": None if config.parsed_cache is None else plan["experts"]["capacity_bytes"],
         },
         "policy": {"name": llm.policy[0], "params": llm.policy[1], "available": POLICIES},
-        "fidelity": {"name": config.fidelity, "available": [{"name": "exact", "exact": True, "quality": None}], "live": False},
-        "thresholds": None,
+        "fidelity": {"name": config.fidelity, "max_kl": max_kl, "available": offered, "live": False},
+        "thresholds": {"max_kl": max_kl, "available": steps} if steps else None,
         "mode": plan["mode"],
     }
 
@@ -109,14 +113,35 @@ def _apply(llm: ServedLlama, change: ConfigChange) -> None:
     policy = change.policy or llm.policy[0]
     if change.policy is not None or change.policy_params:
         check_policy(policy, change.policy_params)
-    if change.fidelity is not None:
-        check_fidelity(change.fidelity)
-    if change.thresholds is not None:
-        raise UnsupportedError("this model has no thresholds: it is streamed exactly")
     if budget is not None or cache is not None:
         stream.set_budget(budget or stream.budget or "full", cache=cache)
     if change.policy is not None or change.policy_params:
         llm.set_policy(policy, change.policy_params)
+
+
+def _for_loading(llm: ServedLlama, change: ConfigChange) -> dict[str, Any]:
+    """The changes that need the model to be loaded again; none if they are in force already.
+
+    Raises:
+        UnsupportedError: the file does not offer them. ArgumentError: no fidelity.
+    """
+    if change.fidelity is None and change.thresholds is None:
+        return {}
+    config = llm.stream.config
+    assert config is not None
+    max_kl = change.thresholds.max_kl if change.thresholds is not None else None
+    wanted = {"fidelity": change.fidelity or "threshold"}
+    check_fidelity(wanted["fidelity"])
+    offered = fidelity.choices(llm.file_metadata())
+    if wanted["fidelity"] not in [choice["name"] for choice in offered]:
+        raise UnsupportedError(
+            f"this file offers no fidelity {wanted['fidelity']!r}, only {', '.join(sorted({choice['name'] for choice in offered}))}",
+            remedy="calibrate and repack the model",
+        )
+    changes: dict[str, Any] = dict(wanted)
+    if hasattr(config, "max_kl"):
+        changes["max_kl"] = max_kl if wanted["fidelity"] == "threshold" else None
+    return changes if any(getattr(config, name) != value for name, value in changes.items()) else {}
 
 
 @router.get("/v1/stream/config", summary="Budget, policy and fidelity in force", tags=["Stream"])
@@ -130,15 +155,20 @@ async def set_config(request: Request, change: ConfigChange) -> dict[str, Any]:
     llm, alias = host.llm, host.alias
     if llm is None or alias is None or not llm.stream.active:
         raise StateError("no model is loaded", remedy="wait for it, or choose one with POST /v1/stream/load")
+    again = await asyncio.to_thread(_for_loading, llm, change)
+    settings = host.sources[alias].changed(again)  # refused before anything is changed
     await asyncio.to_thread(_apply, llm, change)
-    if change.budget is not None and alias in host.sources:
-        host.sources[alias] = host.sources[alias].with_budget(change.budget)  # also after a later load
-    return await asyncio.to_thread(_config, host)
+    if change.budget is not None:
+        settings = settings.changed({"memory_budget": change.budget})
+    host.sources[alias] = settings  # also for a later load
+    if again:
+        await host.switch(alias, again)
+    return {**await asyncio.to_thread(_config, host), "reloading": bool(again)}
 
 
 @router.post("/v1/stream/load", summary="Load another configured model", tags=["Stream"], status_code=202)
 async def load(request: Request, body: LoadRequest) -> dict[str, Any]:
-    await _host(request).switch(body.model, memory_budget=body.memory_budget)
+    await _host(request).switch(body.model, {"memory_budget": body.memory_budget} if body.memory_budget is not None else None)
     return {"model": body.model, "state": "loading"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,18 +233,22 @@ class ModelHost:
         if self.default is not None:
             self._spawn(self._load_in_turn(self.default))
 
-    async def switch(self, alias: str, *, memory_budget: int | str | None = None) -> None:
+    async def switch(self, alias: str, changes: Mapping[str, Any] | None = None) -> None:
         """Load a model in the background, after the answers before it; a failed one is tried again.
 
+        Args:
+            changes: of its settings; a loaded model is loaded again then.
+
         Raises:
-            ModelUnknownError: no such model. ArgumentError: no budget. StoppingError: the server stops.
+            ModelUnknownError: no such model. ArgumentError, UnsupportedError: a change that cannot be. StoppingError: the
+            server stops.
         """
         alias = self.resolve(alias, exact=True)
         if self.stopping:
             raise StoppingError("the server is stopping")
-        if memory_budget is not None:
-            self.sources[alias] = self.sources[alias].with_budget(memory_budget)
-        self._spawn(self._load_in_turn(alias, again=memory_budget is not None))
+        if changes:
+            self.sources[alias] = self.sources[alias].changed(changes)
+        self._spawn(self._load_in_turn(alias, again=bool(changes)))
 
     async def unload(self) -> None:
         """Free the loaded model after the answers before it."""

@@ -124,6 +124,11 @@ class ServedLlama(Llama):
         config = self.stream.config
         self.policy: tuple[str, dict[str, float]] = (config.policy, dict(config.policy_params)) if config else ("", {})
 
+    def file_metadata(self) -> dict[str, Any]:
+        """Metadata of the file, without arrays; {} where it is not streamed."""
+        found: dict[str, Any] = self._handle.index()["metadata"] if self._handle is not None else {}
+        return found
+
     def set_policy(self, name: str, params: Mapping[str, float]) -> None:
         """`stream.set_policy()`, remembered in `policy`."""
         self.stream.set_policy(name, **params)

@@ -7,6 +7,7 @@ import bisect
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from .. import probe
@@ -152,14 +153,11 @@ class Sampler:
             "stall_share": None,
         }
         if stats is not None and before is not None and seconds:
-            hits, misses = stats.hits - before.hits, stats.misses - before.misses
-            if hits + misses == 0:
-                hits, misses = stats.dense_hits - before.dense_hits, stats.dense_waits - before.dense_waits
-            computed = stats.compute_ns - before.compute_ns
+            since = _difference(stats, before)
             rates |= {
-                "hit_ratio": hits / (hits + misses) if hits + misses else None,
-                "read_bytes_per_second": (stats.read_bytes - before.read_bytes) / seconds,
-                "stall_share": (stats.stall_ns - before.stall_ns) / computed if computed else None,
+                "hit_ratio": since.hit_ratio,
+                "read_bytes_per_second": since.read_bytes / seconds,
+                "stall_share": since.stall_share,
             }
         return rates
 
@@ -192,6 +190,11 @@ class Sampler:
             lines += [f'leanstream_memory_bytes{{purpose="{n.removesuffix("_bytes")}"}} {v}' for n, v in parts.items()]
         text = "\n".join(lines) + "\n"
         return text + (stats.to_prometheus({"model": str(self.host.alias)}, prefix="leanstream_stream") if stats else "")
+
+
+def _difference(now: Stats, before: Stats) -> Stats:
+    """What was counted between two snapshots; gauges in it mean nothing."""
+    return Stats(**{item.name: getattr(now, item.name) - getattr(before, item.name) for item in fields(Stats)})
 
 
 def _error(error: BaseException | None) -> dict[str, Any] | None:

@@ -131,7 +131,7 @@ async def _streamed(request: Request, body: ChatRequest | CompletionRequest, ali
         gone.cancel()
     if first.done():
         first.result()  # an error that comes before anything was sent gets its own status
-    return EventStream(_with_errors(first, source))
+    return EventStream(_with_errors(first, source), comments=not request.app.state.settings.disable_ping_events)
 
 
 def _json(reply: Any) -> Response:

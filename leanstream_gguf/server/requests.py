@@ -239,6 +239,12 @@ class EmbeddingRequest(upstream.CreateEmbeddingRequest):
         return value
 
 
+class Thresholds(BaseModel):
+    model_config = {"extra": "forbid"}
+
+    max_kl: float = Field(gt=0, le=100, description="Use the setting measured for the largest KL up to this")
+
+
 class ConfigChange(BaseModel):
     """POST /v1/stream/config. What is left out stays as it is."""
 
@@ -248,8 +254,8 @@ class ConfigChange(BaseModel):
     cache: int | str | None = Field(default=None, description="Size of the expert cache alone: 44MiB, bytes, 25% or min")
     policy: str | None = Field(default=None, description="What the expert cache keeps")
     policy_params: dict[str, float] = Field(default_factory=dict)
-    fidelity: str | None = None
-    thresholds: dict[str, float] | None = None
+    fidelity: str | None = Field(default=None, description="exact, or what the file offers; loads the model again")
+    thresholds: Thresholds | None = Field(default=None, description="For fidelity `threshold`")
 
 
 class LoadRequest(BaseModel):

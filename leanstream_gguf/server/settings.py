@@ -6,13 +6,16 @@ here at once. Ours are read from LEANSTREAM_<NAME>; llama_cpp.server's from thei
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
+import functools
 import json
+import operator
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from .. import probe
 from .._lib import native
@@ -35,19 +38,25 @@ def _describe(cls: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
+def _readable(hint: Any) -> Any:
+    """A field's type without what no flag, variable or YAML can hold."""
+    if get_origin(hint) is collections.abc.Mapping:
+        return dict[str, Any]
+    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind in (bool, int, float, str, type(None))]
+    return functools.reduce(operator.or_, kinds)
+
+
 def _stream_fields() -> dict[str, Any]:
-    """pydantic fields for StreamConfig's, with its defaults and descriptions."""
-    texts = _describe(StreamConfig)
+    """pydantic fields for StreamConfig's, with its types, defaults and descriptions."""
+    texts, hints = _describe(StreamConfig), get_type_hints(StreamConfig)
     found: dict[str, Any] = {}
     for item in dataclasses.fields(StreamConfig):
         default: Any = item.default
         if default is dataclasses.MISSING:
             default = item.default_factory()  # type: ignore[operator]
-        kind = {bool: bool, int: int, dict: dict[str, Any]}.get(type(default), str)
-        if default is None or item.name == "chunk_bytes":
-            kind = int | str | None  # type: ignore[assignment]
         alias = AliasChoices(item.name, _ALIASES.get(item.name, f"LEANSTREAM_{item.name.upper()}"))
-        found[item.name] = (kind, Field(default=default, description=texts.get(item.name), validation_alias=alias))
+        field = Field(default=default, description=texts.get(item.name), validation_alias=alias)
+        found[item.name] = (_readable(hints[item.name]), field)
     return found
 
 
@@ -103,14 +112,16 @@ class ModelSettings(_StreamSettings):  # type: ignore[misc]
         """
         return StreamConfig(**{item.name: getattr(self, item.name) for item in dataclasses.fields(StreamConfig)})
 
-    def with_budget(self, memory_budget: int | str) -> ModelSettings:
-        """A copy with another budget.
+    def changed(self, changes: Mapping[str, Any]) -> ModelSettings:
+        """A copy with some settings changed.
 
         Raises:
-            ArgumentError: not a budget.
+            ArgumentError, UnsupportedError: not a budget, or what StreamConfig refuses.
         """
-        Budget.parse(memory_budget)
-        return self.model_copy(update={"memory_budget": memory_budget})  # type: ignore[no-any-return]
+        copy: ModelSettings = self.model_copy(update=dict(changes))
+        Budget.parse(copy.memory_budget)
+        copy.stream_config()
+        return copy
 
     @property
     def alias(self) -> str:

@@ -31,14 +31,16 @@ class EventStream(Response):
 
     Args:
         source: dicts are sent as JSON, strings as they are.
+        comments: send a comment now and then while the source has nothing.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: AsyncIterator[dict[str, Any] | str]) -> None:
+    def __init__(self, source: AsyncIterator[dict[str, Any] | str], *, comments: bool = True) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.source = source
+        self.comments = comments
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(disconnected(receive))
@@ -61,7 +63,8 @@ class EventStream(Response):
                 waiting = waiting or asyncio.ensure_future(anext(source))
                 done, _ = await asyncio.wait({waiting}, timeout=COMMENT_SECONDS)
                 if not done:
-                    await self._chunk(send, ": waiting\n\n")
+                    if self.comments:
+                        await self._chunk(send, ": waiting\n\n")
                     continue
                 try:
                     event = waiting.result()
