@@ -72,6 +72,35 @@ def test_thresholds_lose_at_most_what_they_may() -> None:
     assert counts.fired.sum() == values.size
 
 
+@pytest.mark.parametrize(("factor", "power"), [(5.0, 0.8), (0.2, 1.3), (40.0, 1.0), (2.0, 0.5)])
+def test_the_search_ends_close_below_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, factor: float, power: float) -> None:
+    """Against a model of KL = factor * loss ** power, bent at its end as real ones are."""
+    calls: list[float] = []
+
+    def cost_of(loss: float) -> float:
+        return factor * loss**power * (1 + 3 * loss)
+
+    def measured(_runner: Any, _windows: Any, thresholds: dict[int, float], _tick: Any) -> Any:
+        calls.append(thresholds[0])
+        return runner.Costs(n_tokens=1, kl=cost_of(thresholds[0])), lossy.Used()
+
+    monkeypatch.setattr(lossy, "measure_thresholds", measured)
+    monkeypatch.setattr(lossy, "thresholds_for", lambda _counts, loss: {0: loss})
+    tried: dict[float, float] = {}
+    for max_kl in (0.02, 0.1, 0.05):
+        looking = lossy.Search(None, [], {}, lambda n: None, tried)  # type: ignore[arg-type]
+        loss = looking.find(max_kl)[0]
+        assert 0.7 * lossy.AIM * max_kl <= cost_of(loss) <= lossy.AIM * max_kl
+    assert len(calls) <= 12
+
+
+def test_a_search_without_a_way_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lossy, "measure_thresholds", lambda *_: (runner.Costs(n_tokens=1, kl=1.0), lossy.Used()))
+    monkeypatch.setattr(lossy, "thresholds_for", lambda _counts, loss: {0: loss})
+    with pytest.raises(CalibrationError, match="costs more"):
+        lossy.Search(None, [], {}, lambda n: None).find(0.02)  # type: ignore[arg-type]
+
+
 def test_gathered_goes_on_where_it_stopped(tmp_path: Path) -> None:
     from leanstream_gguf.calibrate.graph_tap import Hidden
 

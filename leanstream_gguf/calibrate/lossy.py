@@ -24,8 +24,9 @@ Windows = Sequence[Sequence[int]]
 Tick = Callable[[int], None]
 
 AIM = 0.9  # of the KL asked for: what the search accepts on its own text, because other text costs more or less
-SEARCH_STEPS = 8
-_LOSS_LOW, _LOSS_HIGH = 1e-5, 0.5  # share of the squared activation that a layer loses
+CLOSE = 0.85  # of the aim: near enough to stop
+SEARCH_STEPS = 6
+FIRST_LOSS, LARGEST_LOSS = 3e-3, 0.5  # share of its squared activation that every layer loses
 LOSSES = (1e-5, 1e-4, 1e-3, 1e-2)  # tried for sketch margins, fine to coarse
 PLATEAU = 1.1  # any change at all costs about the noise floor: a KL this close to that of the finest margin counts as equal
 _SAMPLE_BYTES = 128 << 20  # inputs kept for the margins, all layers together
@@ -94,27 +95,56 @@ def merged(a: Costs, b: Costs) -> Costs:
     return Costs(*(x + y for x, y in zip(vars(a).values(), vars(b).values(), strict=True)))
 
 
-def find_setting(runner: Runner, fit: Windows, held: Windows, counts: Mapping[int, LayerCounts], max_kl: float, tick: Tick) -> Setting:
-    """Thresholds whose KL on `fit` is just below AIM * max_kl, and what they cost on `held`.
+@dataclass
+class Search:
+    """Losses that were tried and what they cost on `fit`; a later search starts from them."""
 
-    Every layer loses the same share of its squared activation; the share is found by bisection.
+    runner: Runner
+    fit: Windows
+    counts: Mapping[int, LayerCounts]
+    tick: Tick
+    tried: dict[float, float] = field(default_factory=dict)  # loss -> KL
 
-    Raises:
-        CalibrationError: even the smallest loss costs more.
-    """
-    low, high, best = np.log(_LOSS_LOW), np.log(_LOSS_HIGH), None
-    for _ in range(SEARCH_STEPS):
-        middle = (low + high) / 2
-        thresholds = thresholds_for(counts, float(np.exp(middle)))
-        costs, _used = measure_thresholds(runner, fit, thresholds, tick)
-        if costs.mean_kl <= AIM * max_kl:
-            low, best = middle, thresholds
-        else:
-            high = middle
-    if best is None:
-        raise CalibrationError(f"no thresholds keep the KL below {max_kl:g}: leaving out anything costs more", remedy="ask for more")
-    costs, used = measure_thresholds(runner, held, best, tick)
-    return Setting(max_kl, costs.mean_kl, costs.perplexity_change, used.share, used.recall, best)
+    def next_loss(self, wanted: float) -> float:
+        """Where the KL should be as wanted, if it is a power of the loss between (or beyond) what was tried."""
+        points = sorted(self.tried.items())
+        if not points:
+            return FIRST_LOSS
+        above = [point for point in points if point[1] > wanted]
+        below = [point for point in points if point[1] <= wanted]
+        pair = (below[-1], above[0]) if below and above else tuple(points[:2] if above else points[-2:])
+        (x0, y0), (x1, y1) = pair[0], pair[-1]
+        slope = np.log(y1 / y0) / np.log(x1 / x0) if x1 > x0 and y1 > y0 else 1.0
+        start = (x0, y0) if above else (x1, y1)
+        guess = float(start[0] * np.exp(np.clip(np.log(wanted / start[1]) / max(0.3, slope), -3, 3)))
+        return min(LARGEST_LOSS, guess)
+
+    def find(self, max_kl: float) -> dict[int, float]:
+        """Thresholds whose KL on `fit` is at most AIM * max_kl, and not far below.
+
+        Raises:
+            CalibrationError: even a tiny loss costs more.
+        """
+        wanted = AIM * max_kl
+        for _ in range(SEARCH_STEPS):
+            found = [kl for kl in self.tried.values() if CLOSE * wanted <= kl <= wanted]
+            loss = self.next_loss((1 + CLOSE) / 2 * wanted)
+            if found or loss in self.tried:
+                break
+            costs, _used = measure_thresholds(self.runner, self.fit, thresholds_for(self.counts, loss), self.tick)
+            self.tried[loss] = max(1e-12, costs.mean_kl)
+        good = [loss for loss, kl in self.tried.items() if kl <= wanted]
+        if not good:
+            raise CalibrationError(
+                f"no thresholds keep the KL below {max_kl:g}: leaving out anything costs more", remedy="ask for more"
+            )
+        return thresholds_for(self.counts, max(good))
+
+
+def measure_setting(runner: Runner, held: Windows, max_kl: float, thresholds: dict[int, float], tick: Tick) -> Setting:
+    """What thresholds cost on text that they were not chosen from."""
+    costs, used = measure_thresholds(runner, held, thresholds, tick)
+    return Setting(max_kl, costs.mean_kl, costs.perplexity_change, used.share, used.recall, thresholds)
 
 
 # ---- the sketch ------------------------------------------------------------------------------------------------------------

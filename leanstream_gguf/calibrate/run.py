@@ -216,12 +216,15 @@ class Calibration:
 
     def _settings(self) -> list[dict[str, Any]]:
         n_tokens = (lossy.SEARCH_STEPS * len(self.fit) + len(self.held)) * N_WINDOW
+        tried: dict[float, float] = {}
         found = []
         for max_kl in self.request.max_kl:
 
             def search(max_kl: float = max_kl) -> dict[str, Any]:
                 progress = Progress(f"thresholds for a KL of {max_kl:g}", n_tokens, unit="tokens", quiet=self.request.quiet)
-                setting = lossy.find_setting(self.runner, self.fit, self.held, self.gathered.counts, max_kl, progress.add)
+                looking = lossy.Search(self.runner, self.fit, self.gathered.counts, progress.add, tried)
+                thresholds = looking.find(max_kl)
+                setting = lossy.measure_setting(self.runner, self.held, max_kl, thresholds, progress.add)
                 progress.finish()
                 return setting.to_dict()
 
