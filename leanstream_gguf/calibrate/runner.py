@@ -25,11 +25,18 @@ Floats = npt.NDArray[np.float32]
 Kind = str  # "plain", "flash", "tapped"
 
 
-def log_softmax(rows: Floats) -> npt.NDArray[np.float64]:
-    """Of each row [n, n_vocab]."""
-    shifted = rows.astype(np.float64) - rows.max(axis=1, keepdims=True)
-    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return result
+Doubles = npt.NDArray[np.float64]
+
+
+def normalised(rows: Floats) -> tuple[Floats, Doubles, Doubles]:
+    """(exp(row - maximum) in float32, its sums, log of the sums of exp(row)) of logits [n, n_vocab].
+
+    Single precision elements, double precision sums: errors of a KL stay below 1e-6, in a third of the time.
+    """
+    top = rows.max(axis=1, keepdims=True)
+    shares = np.exp(rows - top)
+    sums: Doubles = shares.sum(axis=1, dtype=np.float64)
+    return shares, sums, np.log(sums) + top[:, 0].astype(np.float64)
 
 
 class Runner:
@@ -151,15 +158,18 @@ class Costs:
 
     def add(self, reference: Floats, other: Floats, targets: Sequence[int]) -> None:
         """Rows [n, n_vocab] of both; targets are the tokens that follow, possibly one fewer than rows."""
-        for at in range(0, len(reference), 32):  # float64 copies of 32 rows of 260,000 are 66 MB
-            p, q = log_softmax(reference[at : at + 32]), log_softmax(other[at : at + 32])
+        for at in range(0, len(reference), 32):  # copies of 32 rows of 260,000 are 33 MB each
+            p, q = reference[at : at + 32], other[at : at + 32]
+            shares, sums, log_p = normalised(p)
+            log_q = normalised(q)[2]
             self.n_tokens += len(p)
-            self.kl += float(np.sum(np.exp(p) * (p - q)))
+            gaps = np.sum(shares * (p - q), axis=1, dtype=np.float64) / sums
+            self.kl += float(np.sum(gaps - log_p + log_q))
             following = np.asarray(targets[at : at + 32], np.int64)
             rows = np.arange(len(following))
             self.n_targets += len(following)
-            self.nll_reference -= float(p[rows, following].sum())
-            self.nll -= float(q[rows, following].sum())
+            self.nll_reference += float((log_p[rows] - p[rows, following]).sum())
+            self.nll += float((log_q[rows] - q[rows, following]).sum())
 
     @property
     def mean_kl(self) -> float:

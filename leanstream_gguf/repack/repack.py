@@ -7,8 +7,6 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..calibrate.record import LayerRecord, Record
 from ..errors import ArgumentError, CalibrationError, UnsupportedError
 from . import cost
@@ -91,6 +89,8 @@ class _Planner:
             reason = "the calibration record does not know it"
         if reason is None and found is not None and found.density > cost.DENSE_LIMIT:
             reason = f"{found.density:.0%} of its neurons fire"
+        if reason is None and ffn.biases and self.request.layout == "faithful":
+            reason = "its deciding projection has a bias, which the layout faithful cannot hold; use exact"
         if reason is not None or found is None:
             self.left_alone[ffn.block] = reason or ""
             return
@@ -218,9 +218,3 @@ def _nothing(request: Request, model: Model, planner: _Planner | None) -> str:
         )
     reasons = "; ".join(sorted({ffn.why_not for ffn in dense if ffn.why_not}))
     return f"{request.source} has nothing to repack{f' ({reasons})' if reasons else ''}: stream the file as it is"
-
-
-def amplification(fires: Any, lean_sizes: tuple[int, int, int]) -> float:
-    """Bytes of touched clusters over bytes of firing neurons; sizes are (cluster_size, record_bytes, stride)."""
-    size, record, stride = lean_sizes
-    return float(np.count_nonzero(cost.touched(fires, size)) * stride) / (max(1, int(np.count_nonzero(fires))) * record)
