@@ -210,7 +210,7 @@ class TestRuns:
         assert all(layer.density == pytest.approx(rough.share, abs=0.1) for layer in made.layers)
 
     def test_interrupted_and_resumed_is_the_same(self, tiny: Tiny, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        whole = self.calibrate(tiny("dense_arcee"), tmp_path / "whole", text)
+        whole = self.calibrate(tiny("dense_arcee"), tmp_path / "whole", text, sketch=False)
         done = statistics.Gathered.window_done
 
         def interrupted(self: statistics.Gathered) -> None:
@@ -220,10 +220,10 @@ class TestRuns:
 
         monkeypatch.setattr(statistics.Gathered, "window_done", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            self.calibrate(tiny("dense_arcee"), tmp_path / "r", text)
+            self.calibrate(tiny("dense_arcee"), tmp_path / "r", text, sketch=False)
         assert not (tmp_path / "r").exists()
         monkeypatch.setattr(statistics.Gathered, "window_done", done)
-        again = self.calibrate(tiny("dense_arcee"), tmp_path / "r", text)
+        again = self.calibrate(tiny("dense_arcee"), tmp_path / "r", text, sketch=False)
         for a, b in zip(whole.layers, again.layers, strict=True):
             assert a.numbers() == b.numbers() and (a.perm == b.perm).all() and (a.fired == b.fired).all()
 

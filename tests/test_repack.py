@@ -113,6 +113,23 @@ def test_records_are_where_the_document_says(tiny: Tiny, tmp_path: Path) -> None
     assert (rows == expected[order]).all()
 
 
+@pytest.mark.parametrize("faithful", [False, True])
+def test_layers_larger_than_memory_are_cut_in_passes(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faithful: bool
+) -> None:
+    """With limits of a few kilobytes every tensor takes several passes, and the file is the same."""
+    source, whole, out = tiny("dense_untied"), tmp_path / "whole.lean.gguf", tmp_path / "x.lean.gguf"
+    repack(source, whole, cluster_size=5, faithful=faithful)
+    for module in (jobs, storage, lean_file):
+        monkeypatch.setattr(module, "WHOLE_BYTES", 20_000)
+    for module in (jobs, lean_file):
+        monkeypatch.setattr(module, "STRIP_BUDGET", 1)
+        monkeypatch.setattr(module, "PIECE_BYTES", 10_000)
+    repack(source, out, cluster_size=5, faithful=faithful)
+    assert out.read_bytes() == whole.read_bytes()
+    assert unpack.unpack(out, tmp_path / "back.gguf", quiet=True).identical
+
+
 def test_the_gguf_package_reads_it(tiny: Tiny, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     out = tmp_path / "x.lean.gguf"
