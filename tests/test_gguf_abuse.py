@@ -123,6 +123,15 @@ def test_preallocated_download_of_zeros(tmp_path: Path) -> None:
     refuse(path, "FormatError")
 
 
+@pytest.mark.parametrize("version", [1, 4])
+def test_other_gguf_version(version: int, scratch_copy: Copy) -> None:
+    path = scratch_copy("dense_untied")
+    with path.open("r+b") as file:
+        file.seek(4)
+        file.write(struct.pack("<I", version))
+    refuse(path, "FormatError", f"version {version}")
+
+
 def test_zero_length(tmp_path: Path) -> None:
     path = tmp_path / "empty.gguf"
     path.touch()

@@ -88,6 +88,10 @@ void check_header(const std::string & path, uint64_t n_bytes) {
         throw Error(LS_ERR_ENDIAN, format("%s is big-endian; convert it with gguf_convert_endian.py or download the "
             "little-endian file", path.c_str())).path(path);
     }
+    if (version < 2 || version > GGUF_VERSION) {
+        throw Error(LS_ERR_FORMAT, format("%s is GGUF version %u, but versions 2 to %u can be read; %s", path.c_str(), version,
+            GGUF_VERSION, version < 2 ? "convert the model again" : "a newer release may read it")).path(path);
+    }
     if (n_tensors > kMaxTensors || n_keys > kMaxKeys) {
         throw Error(LS_ERR_FORMAT, format("%s has a corrupt header (%llu tensors, %llu keys); download it again", path.c_str(),
             (unsigned long long) n_tensors, (unsigned long long) n_keys)).path(path);
