@@ -12,7 +12,7 @@ from . import kernel_rate, planner, probe
 from ._lib import native
 from .errors import BudgetError, LibraryError
 from .runtime import ModelHandle
-from .settings import IO_BACKENDS, Budget, StreamConfig
+from .settings import IO_BACKENDS, Budget, StreamConfig, check_context
 from .units import format_bytes
 
 MINIMUM_ATTEMPTS = 4
@@ -29,6 +29,9 @@ class ContextWish:
     n_ubatch: int | None = None
     n_threads: int | None = None
     flash_attn: bool = False
+
+    def __post_init__(self) -> None:
+        check_context(vars(self))
 
     def sizes(self, shape: planner.Shape, *, all_logits: bool = False) -> planner.ContextDefaults:
         return planner.context_defaults(
@@ -101,6 +104,43 @@ def at(handle: ModelHandle, budget: Budget, config: StreamConfig, call: Callable
     return call(n_bytes, n_cache)
 
 
+CELL_BYTES = 48  # of llama.cpp's bookkeeping for one position of a context; a dry run allocates it too
+
+
+def check_bookkeeping(n_ctx: int, limit_bytes: int) -> None:
+    """Refuse a context length whose bookkeeping alone does not fit; without it, even a dry run would take all memory.
+
+    Raises:
+        BudgetError: with the bytes it needs at least in `limit`.
+    """
+    needed = n_ctx * CELL_BYTES
+    if needed > limit_bytes:
+        text = f"a context of {n_ctx} tokens needs more than {format_bytes(needed)}, but there are {format_bytes(limit_bytes)}"
+        raise BudgetError(text, used=limit_bytes, limit=needed, remedy="lower n_ctx")
+
+
+DRY_RUN_SLACK = 16 << 20  # within the margin of every plan: a dry run counts up to so much more than a load
+
+
+def check_dry_run(handle: ModelHandle, budget: Budget, config: StreamConfig) -> None:
+    """Refuse a budget that is clearly below the minimum of a model that was measured; a close call is left to loading.
+
+    Raises:
+        BudgetError: with the minimum in `limit`.
+    """
+    try:
+        at(handle, budget, config, handle.plan)
+    except BudgetError as error:
+        if error.used is None or error.limit is None or error.used + DRY_RUN_SLACK < error.limit:
+            raise
+
+
+def stated_bytes(budget: Budget, file_bytes: int) -> int:
+    """The bound of a budget that has one whatever the model needs, else 0 (min, min+share, full)."""
+    automatic = probe.automatic_budget().n_bytes if budget.kind == "auto" else 0
+    return planner.budget_bytes(budget, minimum=0, full=0, file_bytes=file_bytes, automatic=automatic)
+
+
 def activate(handle: ModelHandle, budget: Budget, config: StreamConfig) -> None:
     """Activate a loaded model under a budget as asked for, with its policy.
 
@@ -123,6 +163,7 @@ def measured(path: str | os.PathLike[str], config: StreamConfig, wish: ContextWi
     with ModelHandle(path, config) as handle:
         shape = planner.Shape.from_index(handle.index())
         sizes = wish.sizes(shape)
+        check_bookkeeping(sizes.n_ctx or shape.n_ctx_train, probe.available_memory().n_bytes)
         params = loading.context_params(sizes, n_threads=wish.threads, flash_attn=wish.flash_attn)
         with loading.opened(os.fspath(path), handle.load_scope(no_alloc=True), params):
             yield Measured(handle, shape, sizes)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ._lib import native
 from .errors import ArgumentError, LeanStreamWarning, StateError, UnsupportedError
-from .settings import Budget, CacheBudget, StreamConfig
+from .settings import Budget, CacheBudget, StreamConfig, check_context
 
 native()  # points llama_cpp at our libraries and refuses a mismatch, before the import below
 
@@ -24,9 +24,8 @@ import llama_cpp  # noqa: E402
 import numpy as np  # noqa: E402
 from llama_cpp import _internals as internals  # noqa: E402
 
-from . import planner  # noqa: E402
+from . import measure, planner, probe  # noqa: E402
 from .loading import construction, recorded_log, refusal  # noqa: E402
-from .measure import activate, resolve  # noqa: E402
 from .runtime import ModelHandle  # noqa: E402
 from .stats import Memory, Stats  # noqa: E402
 
@@ -88,6 +87,22 @@ def as_streamed(context: internals.LlamaContext, handle: ModelHandle, n_outputs_
     return context
 
 
+def _closed(_: object) -> Any:
+    raise StateError("the model was closed", remedy="load it again")
+
+
+class _ClosedModel(internals.LlamaModel):
+    """What a closed Llama's model becomes: llama.cpp would crash on the pointers, which are gone."""
+
+    model = vocab = property(_closed)
+
+
+class _ClosedContext(internals.LlamaContext):
+    """Likewise its context."""
+
+    ctx = memory = property(_closed)
+
+
 class StreamHandle:
     """`llm.stream`: statistics and live settings of a streamed model.
 
@@ -121,7 +136,7 @@ class StreamHandle:
 
     def plan(self) -> dict[str, Any]:
         """What is pinned, streamed and cached under the budget in force."""
-        return self._require().plan()
+        return self._require().plan_in_force()
 
     def set_budget(self, value: Budget | int | str, *, cache: CacheBudget | int | str | None = None) -> None:
         """Change the budget while the model runs, up or down; in force when this returns.
@@ -137,7 +152,7 @@ class StreamHandle:
         budget = Budget.parse(value)
         assert self.config is not None
         config = self.config if cache is None else dataclasses.replace(self.config, cache_budget=cache)
-        handle.set_budget(*resolve(handle, budget, config))
+        handle.set_budget(*measure.resolve(handle, budget, config))
         self.budget, self.config = budget, config
 
     def set_policy(self, name: str, **params: float) -> None:
@@ -203,19 +218,22 @@ class Llama(_Parent):
 
     def _open(self, model_path: str, budget: Budget, config: StreamConfig, options: dict[str, Any]) -> None:
         _refuse(options)
+        check_context(options)
         self._handle = handle = ModelHandle(model_path, config)
         all_logits = bool(options.get("logits_all")) or options.get("draft_model") is not None
+        shape = planner.Shape.from_index(handle.index())
         defaults = planner.context_defaults(
-            planner.Shape.from_index(handle.index()),
+            shape,
             **{name: options.get(name) for name in ("n_ctx", "n_batch", "n_ubatch")},
             all_logits=all_logits,
             embedding=bool(options.get("embedding")),
             flash_attn=bool(options.get("flash_attn")),
         )
+        self._n_outputs_max = defaults.n_outputs_max
         options |= {"n_ctx": defaults.n_ctx, "n_batch": defaults.n_batch, "n_ubatch": defaults.n_ubatch}
         if options.get("op_offload") is None:
             options["op_offload"] = False  # streamed weights live in host memory and are not copied to a device
-        self._n_outputs_max = defaults.n_outputs_max
+        self._check_room(shape, budget, config, options)
         self._construct(handle, model_path, options)
         as_streamed(self._ctx, handle, self._n_outputs_max)
         if not all_logits:
@@ -223,14 +241,39 @@ class Llama(_Parent):
             self.scores = np.empty((1, self._n_vocab), dtype=np.single)
         else:
             handle.baseline_bytes += self.scores.nbytes
-        activate(handle, budget, config)
+        measure.activate(handle, budget, config)
         self.stream = StreamHandle(handle, config, budget)
-        for text in handle.plan().get("warnings", ()):
+        for text in handle.plan_in_force().get("warnings", ()):
             warnings.warn(text, LeanStreamWarning, stacklevel=3)
 
-    def _construct(self, handle: ModelHandle, model_path: str, options: dict[str, Any]) -> None:
+    def _check_room(self, shape: planner.Shape, budget: Budget, config: StreamConfig, options: dict[str, Any]) -> None:
+        """Refuse a budget that the context alone exceeds before llama.cpp allocates and clears that context.
+
+        Raises:
+            BudgetError: with the minimum in `limit`.
+        """
+        handle = self._handle
+        assert handle is not None
+        n_bytes, n_ctx = measure.stated_bytes(budget, shape.file_bytes), options["n_ctx"] or shape.n_ctx_train
+        available = probe.available_memory().n_bytes
+        measure.check_bookkeeping(n_ctx, min(n_bytes or available, available))
+        if n_bytes == 0 or planner.kv_bytes(shape, n_ctx) <= n_bytes // 4:
+            return
+        before = probe.resident_bytes()
+        with ModelHandle(handle.path, config) as dry_handle:
+            dry_handle.baseline_bytes = handle.baseline_bytes
+            dry = Llama.__new__(Llama)
+            dry._handle, dry._n_outputs_max = None, self._n_outputs_max
+            try:
+                dry._construct(dry_handle, handle.path, {**options, "verbose": False}, no_alloc=True)
+                measure.check_dry_run(dry_handle, budget, config)
+            finally:
+                dry.close()
+        handle.baseline_bytes += max(0, probe.resident_bytes() - before)  # what the allocator kept is not used twice
+
+    def _construct(self, handle: ModelHandle, model_path: str, options: dict[str, Any], *, no_alloc: bool = False) -> None:
         """The parent's constructor in the load scope; a refusal of llama.cpp becomes a typed error with its reason."""
-        with construction, recorded_log() as log, handle.load_scope():
+        with construction, recorded_log() as log, handle.load_scope(no_alloc=no_alloc):
             try:
                 super().__init__(model_path, **options)
             except ValueError as error:
@@ -282,6 +325,9 @@ class Llama(_Parent):
         """Free context, model and streamed weights, in this order. Idempotent."""
         if hasattr(self, "_stack"):
             super().close()  # context, then model
+        for name, closed in (("_ctx", _ClosedContext), ("_model", _ClosedModel)):
+            if name in vars(self):
+                vars(self)[name].__class__ = closed
         handle = getattr(self, "_handle", None)
         if handle is not None:
             handle.close()

@@ -101,11 +101,16 @@ def _power_of_two_below(value: int) -> int:
     return 1 << max(0, value.bit_length() - 1)
 
 
+def kv_bytes(shape: Shape, n_ctx: int) -> int:
+    """Keys and values of a context as F16, where every layer keeps all of them."""
+    return n_ctx * shape.n_layer * shape.n_kv_per_layer * 2
+
+
 def default_n_ctx(shape: Shape) -> int:
     """4096 where the keys and values of that many tokens (as F16) stay within kv_target_bytes(), else 2048; never more
     than the model was trained for."""
-    kv_bytes = MAX_DEFAULT_N_CTX * shape.n_layer * shape.n_kv_per_layer * 2
-    n_ctx = MAX_DEFAULT_N_CTX if kv_bytes <= kv_target_bytes(shape.file_bytes) else MIN_DEFAULT_N_CTX
+    fits = kv_bytes(shape, MAX_DEFAULT_N_CTX) <= kv_target_bytes(shape.file_bytes)
+    n_ctx = MAX_DEFAULT_N_CTX if fits else MIN_DEFAULT_N_CTX
     return min(n_ctx, shape.n_ctx_train) if shape.n_ctx_train else n_ctx
 
 

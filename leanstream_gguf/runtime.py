@@ -15,7 +15,7 @@ from typing import Any
 
 from . import probe
 from ._lib import check, native, take_string
-from .errors import StateError
+from .errors import ArgumentError, StateError
 from .settings import IO_BACKENDS, StreamConfig, check_policy
 from .stats import Memory, Stats
 
@@ -55,13 +55,15 @@ class ModelHandle:
             ModelFileError: a subclass that says what is wrong with the file.
             UnsupportedError: an architecture that is refused by name.
             LibraryError: the native libraries are missing or do not match.
+            ArgumentError: a path that llama.cpp cannot take.
         """
         self._model: Any = None
         self._idle = threading.Condition()
         self._n_users = 0
         self._stack = contextlib.ExitStack()
         self._index: dict[str, Any] | None = None
-        self.path = os.fspath(path)
+        self._cache_bytes = 0
+        self.path = _checked_path(path)
         ffi, lib = native()
         check(lib.ls_install())
         baseline: list[int] = []
@@ -137,6 +139,10 @@ class ModelHandle:
             plan: dict[str, Any] = json.loads(take_string(out))
         return plan
 
+    def plan_in_force(self) -> dict[str, Any]:
+        """What is pinned, streamed and cached now: the budget in force, and the size of the expert cache if one was given."""
+        return self.plan(0, self._cache_bytes)
+
     # ---- life -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -165,6 +171,7 @@ class ModelHandle:
         """
         with self._use() as (_, lib, model):
             check(lib.ls_model_activate(model, budget_bytes, cache_bytes, self.baseline_bytes))
+            self._cache_bytes = cache_bytes
 
     def set_budget(self, budget_bytes: int, cache_bytes: int = 0) -> None:
         """Change the budget at the next token boundary; returns when it is in force.
@@ -174,6 +181,7 @@ class ModelHandle:
         """
         with self._use() as (_, lib, model):
             check(lib.ls_model_set_budget(model, budget_bytes, cache_bytes))
+            self._cache_bytes = cache_bytes
 
     def set_policy(self, name: str, params: Mapping[str, float] | None = None) -> None:
         """What the expert cache keeps.
@@ -193,8 +201,12 @@ class ModelHandle:
             BudgetError: too little would be left for one token. ArgumentError: no such layer or expert.
         """
         with self._use() as (ffi, lib, model):
-            array = ffi.new("int32_t[]", list(ids))
-            check(lib.ls_model_pin(model, layer, array, len(ids)))
+            try:
+                array = ffi.new("int32_t[]", list(ids))
+                status = lib.ls_model_pin(model, layer, array, len(ids))
+            except (TypeError, OverflowError) as error:
+                raise ArgumentError(f"layer and experts to pin must be ints: {error}") from error
+            check(status)
 
     # ---- what happens -----------------------------------------------------------------------------------------------
 
@@ -230,6 +242,23 @@ class ModelHandle:
                 check(status)
             except Exception as error:
                 raise error from cause
+
+
+def _checked_path(path: str | os.PathLike[str]) -> str:
+    """The path as text.
+
+    Raises:
+        ArgumentError: it has a zero byte, or bytes that are no UTF-8, in which llama.cpp takes paths.
+    """
+    text = os.fsdecode(path)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(text).decode("utf-8", "backslashreplace")
+        raise ArgumentError(f"{shown}: the path is not UTF-8, which llama.cpp needs; rename the file or link to it") from None
+    if "\0" in text:
+        raise ArgumentError(f"{text!r}: a path cannot hold a zero byte")
+    return text
 
 
 def _options(config: StreamConfig) -> Any:

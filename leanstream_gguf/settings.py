@@ -101,6 +101,27 @@ def _check_range(name: str, value: int, lowest: int, highest: int) -> None:
         raise ArgumentError(f"{name} must be an int from {lowest} to {highest}, not {value!r}")
 
 
+MAX_THREADS = 512  # GGML_MAX_N_THREADS
+_CONTEXT_RANGES = {  # name -> (lowest, highest); wider values wrap around in llama.cpp's 32-bit fields
+    "n_ctx": (0, 2**31 - 1),
+    "n_batch": (1, 2**31 - 1),
+    "n_ubatch": (0, 2**31 - 1),
+    "n_threads": (0, MAX_THREADS),
+    "n_threads_batch": (0, MAX_THREADS),
+}
+
+
+def check_context(settings: Mapping[str, Any]) -> None:
+    """Refuse context sizes and thread counts that llama.cpp would wrap around or crash on; None and other names pass.
+
+    Raises:
+        ArgumentError: no int, or out of range.
+    """
+    for name, (lowest, highest) in _CONTEXT_RANGES.items():
+        if settings.get(name) is not None:
+            _check_range(name, settings[name], lowest, highest)
+
+
 def check_policy(name: str, params: Mapping[str, Any]) -> None:
     """Refuse an unknown retention policy or a parameter it does not have.
 
@@ -161,12 +182,12 @@ class StreamConfig:
             object.__setattr__(self, "cache_budget", CacheBudget.parse(self.cache_budget))
         check_policy(self.policy, self.policy_params)
         _check_range("io_threads", self.io_threads, 0, 256)
-        _check_range("io_depth", self.io_depth, 0, 4096)
+        _check_range("io_depth", self.io_depth, 0, 1024)
         _check_range("ring_slots", self.ring_slots, 0, 1024)
         if self.ring_slots == 1:
             raise ArgumentError("ring_slots must be 0 (chosen) or at least 2: one is read while the other is computed")
-        if chunk_bytes % 4096 or chunk_bytes > 2**30:
-            raise ArgumentError(f"chunk_bytes must be a multiple of 4096 up to 1 GiB, not {chunk_bytes}")
+        if chunk_bytes % 4096 or chunk_bytes > 64 << 20:
+            raise ArgumentError(f"chunk_bytes must be a multiple of 4096 up to 64 MiB, not {chunk_bytes}")
         if self.io_backend not in IO_BACKENDS:
             raise ArgumentError(f"io_backend must be one of {', '.join(IO_BACKENDS)}, not {self.io_backend!r}")
         for name in ("direct_io", "repack"):

@@ -85,7 +85,7 @@ def run(job: Job) -> dict[str, Any]:
             "peak_rss_bytes": probe.peak_resident_bytes(),
         }
         if handle is not None:
-            result |= {"plan": handle.plan(), "stats": handle.stats().to_dict()}
+            result |= {"plan": handle.plan_in_force(), "stats": handle.stats().to_dict()}
     return result
 
 

@@ -203,7 +203,16 @@ def test_live_handle(tiny: Tiny) -> None:
         llm.stream.set_budget("min")
         assert llm.stream.plan()["mode"] != "resident"
         assert llm.stream.memory().total_bytes <= llm.stream.plan()["minimum_budget_bytes"] + (1 << 20)
-        for wrong in (lambda: llm.stream.set_policy("arc"), lambda: llm.stream.pin(99, [0]), lambda: llm.stream.pin(0, [999])):
+        llm.stream.set_budget("full", cache="50%")
+        assert llm.stream.plan()["mode"] == "experts"
+        for wrong in (
+            lambda: llm.stream.set_policy("arc"),
+            lambda: llm.stream.pin(99, [0]),
+            lambda: llm.stream.pin(0, [999]),
+            lambda: llm.stream.pin(0, [1 << 40]),
+            lambda: llm.stream.pin(0, ["first"]),
+            lambda: llm.stream.set_budget(1 << 64),
+        ):
             with pytest.raises(ArgumentError):
                 wrong()
 
@@ -220,6 +229,57 @@ def test_close_is_idempotent_and_what_follows_is_an_error(tiny: Tiny) -> None:
     assert not llm.stream.active
     with pytest.raises(StateError, match="closed"):
         llm.stream.stats()
+
+
+@pytest.mark.parametrize("budget", ["min", None])
+def test_use_after_close_is_an_error_and_no_crash(budget: str | None, tiny: Tiny) -> None:
+    code = """
+import json, sys, leanstream_gguf
+llm = leanstream_gguf.Llama(sys.argv[1], memory_budget=sys.argv[2] or None, n_ctx=64, verbose=False)
+llm.close()
+found = []
+calls = llm, llm.tokenize, lambda _: llm.eval([1]), lambda _: llm.n_ctx(), lambda _: llm.save_state(), lambda _: llm.token_eos()
+for call in calls:
+    try:
+        call(b"hi")
+    except leanstream_gguf.StateError as error:
+        found.append(str(error))
+print(json.dumps(found))
+"""
+    found = run_python(code, tiny("moe_qwen3"), budget or "").require()
+    assert len(found) == 6
+    assert all("closed" in message for message in found)
+
+
+def test_budget_below_the_context_is_refused_before_the_context_is_allocated(tiny: Tiny) -> None:
+    code = """
+import json, sys, leanstream_gguf
+from leanstream_gguf import probe
+before = probe.resident_bytes()
+try:
+    leanstream_gguf.Llama(sys.argv[1], memory_budget="200MiB", n_ctx=1 << 20, verbose=False)
+except leanstream_gguf.BudgetError as error:
+    print(json.dumps({"limit": error.limit, "grown": probe.peak_resident_bytes() - before}))
+"""
+    found = run_python(code, tiny("dense_untied")).require()
+    assert found["limit"] > 500 << 20
+    assert found["grown"] < 200 << 20
+
+
+def test_large_context_that_fits_loads(tiny: Tiny) -> None:
+    with streamed(tiny("dense_untied"), "min") as llm:
+        expected = text(llm)
+    with streamed(tiny("dense_untied"), "500MiB", n_ctx=1 << 16, logits_all=False) as llm:
+        assert llm.stream.memory().kv_bytes > 125 << 20  # over a quarter of the budget: tried without allocating first
+        assert text(llm) == expected
+
+
+@pytest.mark.parametrize("wrong", [{"n_batch": -1}, {"n_ctx": 1 << 32}, {"n_threads": 100_000}, {"n_ubatch": "many"}])
+def test_context_settings_are_checked(wrong: dict[str, Any], tiny: Tiny) -> None:
+    from leanstream_gguf import ArgumentError
+
+    with pytest.raises(ArgumentError, match=next(iter(wrong))):
+        streamed(tiny("dense_untied"), "min", **wrong)
 
 
 def test_failed_construction_leaves_nothing_behind(tiny: Tiny) -> None:

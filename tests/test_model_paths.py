@@ -46,6 +46,14 @@ def test_name_with_spaces_and_other_letters(tiny: Tiny, tmp_path: Path) -> None:
     check(odd, tiny("dense_untied"))
 
 
+@pytest.mark.parametrize("name", ["no\udcffutf8.gguf", "zero\0byte.gguf"])
+def test_name_that_llama_cpp_cannot_take(name: str, tmp_path: Path) -> None:
+    from leanstream_gguf import ArgumentError
+
+    with pytest.raises(ArgumentError, match="path"):
+        streamed(tmp_path / name, "min")
+
+
 def test_relative_path_outlives_a_change_of_directory(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny("dense_untied")
     with unstreamed(path) as llm:

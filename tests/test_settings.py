@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from leanstream_gguf.errors import ArgumentError, UnsupportedError
-from leanstream_gguf.settings import Budget, CacheBudget, StreamConfig, env_defaults
+from leanstream_gguf.settings import Budget, CacheBudget, StreamConfig, check_context, env_defaults
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,7 @@ def test_cache_budget() -> None:
         {"ring_slots": 1},
         {"chunk_bytes": 1000},
         {"chunk_bytes": "2GiB"},
+        {"chunk_bytes": "128MiB"},
         {"direct_io": 1},
         {"cache_budget": "lots"},
         {"fidelity": "roughly"},
@@ -65,6 +66,28 @@ def test_cache_budget() -> None:
 def test_config_refuses_at_once(wrong: dict[str, object]) -> None:
     with pytest.raises(ArgumentError):
         StreamConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n_ctx": -1},
+        {"n_ctx": 1 << 32},
+        {"n_ctx": 1.5},
+        {"n_batch": 0},
+        {"n_batch": -1},
+        {"n_ubatch": -1},
+        {"n_threads": 100_000},
+        {"n_threads_batch": -1},
+    ],
+)
+def test_context_settings_that_llama_cpp_would_wrap_or_crash_on(wrong: dict[str, object]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(wrong))):
+        check_context(wrong)
+
+
+def test_context_settings_of_the_parent_pass() -> None:
+    check_context({"n_ctx": 0, "n_batch": 1, "n_ubatch": 0, "n_threads": None, "n_gpu_layers": -1})
 
 
 @pytest.mark.parametrize("wish", [{"repack": True}, {"fidelity": "lossy"}, {"fidelity": "faithful"}])
