@@ -7,6 +7,8 @@ import re
 from .errors import ArgumentError
 
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_MAX_BYTES = 2**62  # the native library counts in 64 bits, and sizes are added up
+_MAX_DIGITS = 40  # more cannot be a size; Python refuses to read thousands of them
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -19,8 +21,16 @@ def parse_bytes(value: int | str, *, name: str = "size") -> int:
     1000. A number without a unit is bytes.
 
     Raises:
-        ArgumentError: not a size, or negative. `name` says in the message which setting it was.
+        ArgumentError: not a size, negative, or over 2^62. `name` says in the message which setting it was.
     """
+    n_bytes = _bytes(value, name)
+    if n_bytes > _MAX_BYTES:
+        shown = value if isinstance(value, str) else hex(value)
+        raise ArgumentError(f"{name} {shown[:_MAX_DIGITS]!r} is more than any machine has")
+    return n_bytes
+
+
+def _bytes(value: int | str, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ArgumentError(f"{name} must be an int (bytes) or text such as '2GiB', not {value!r}")
     if isinstance(value, int):
@@ -31,6 +41,8 @@ def parse_bytes(value: int | str, *, name: str = "size") -> int:
     if match is None or (match[3] and not match[2]):
         raise ArgumentError(f"{name} {value!r} is not a size; write for example '900MiB', '2GiB' or a number of bytes")
     number, prefix, binary, byte = match.groups()
+    if len(number) > _MAX_DIGITS:
+        return _MAX_BYTES + 1
     table = _DECIMAL if byte and not binary else _BINARY
     return int(float(number) * table[prefix.lower()]) if "." in number else int(number) * table[prefix.lower()]
 

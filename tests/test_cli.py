@@ -65,6 +65,15 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: Capture) -> None:
         (["run", "-m", "none.gguf", "-p", "x", "-f", "y"], 2, "argument"),
         (["run", "-m", "none.gguf", "-f", "no such prompt"], 2, "argument"),
         (["run", "-m", "none.gguf", "-p", "x", "--ring-slots", "1"], 2, "argument"),
+        (["run", "-m", "none.gguf", "-p", "x", "--memory", "99999999999TiB"], 2, "argument"),
+        (["run", "-m", "none.gguf", "-p", "x", "--batch", "-1"], 2, "argument"),
+        (["run", "-m", "none.gguf", "-p", "x", "--temp", "nan"], 2, "argument"),
+        (["run", "-m", "none.gguf", "-p", "x", "--top-p", "2"], 2, "argument"),
+        (["run", "-m", "none.gguf", "-p", "x", "--top-k", "-1"], 2, "argument"),
+        (["run", "-m", "none.gguf", "-p", "x", "--seed", "-1"], 2, "argument"),
+        (["run", "-m", "none.gguf", "-p", "x\udcff"], 2, "argument"),
+        (["plan", "-m", "none.gguf", "--threads", "100000"], 2, "argument"),
+        (["verify", "-m", "none.gguf", "--ctx", "4294967296"], 2, "argument"),
         (["verify", "-m", "none.gguf", "--fidelity", "lossy"], 4, "unsupported"),
         (["verify", "-m", "none.gguf", "--cache", "0"], 2, "argument"),
     ],
@@ -150,6 +159,38 @@ class TestNative:
         root = Path(__file__).parent.parent
         done = subprocess.run(argv, input="the quick", capture_output=True, text=True, check=True, cwd=root)
         assert json.loads(done.stdout)["prompt_tokens"] >= 2
+
+    def test_run_without_standard_input(self, tiny: Tiny, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "stdin", None)
+        assert call("run", "-m", tiny("dense_untied"), "--json") == 2
+        assert "standard input" in document(capsys)["error"]["message"]
+
+    def test_run_stops_at_the_end_of_the_context(self, tiny: Tiny, capsys: Capture) -> None:
+        argv = ["run", "-m", tiny("dense_untied"), "-p", "the quick", "-n", 1000, "--memory", "full", "--ctx", 256, "--ignore-eos"]
+        assert call(*argv, "--json") == 0
+        captured = capsys.readouterr()
+        found = json.loads(captured.out)
+        assert found["prompt_tokens"] + found["tokens"] == found["n_ctx"] == 256
+        assert "context of 256 tokens is full" in captured.err
+
+    def test_cache_size_counts_in_what_is_reported(self, tiny: Tiny, capsys: Capture) -> None:
+        argv = ["run", "-m", tiny("moe_qwen3"), "-p", "the quick", "-n", 2, "--memory", "2GiB", "--cache", "min", "--ctx", 64]
+        assert call(*argv, "--json") == 0
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["mode"] == "experts"
+        assert "expert cache" in captured.err
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+    def test_output_that_cannot_be_written(self, tiny: Tiny) -> None:
+        argv = [sys.executable, "-m", "leanstream_gguf", "inspect", "-m", tiny("dense_untied"), "--json"]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent, check=False)
+        assert done.returncode != 0
+        assert "No space left" in done.stderr and "Traceback" not in done.stderr
+
+    def test_doctor_in_a_folder_that_cannot_be_written(self, tmp_path: Path, capsys: Capture) -> None:
+        assert call("doctor", "--dir", tmp_path / "none", "--json") == 2
+        assert "--no-drive" in document(capsys)["error"]["message"]
 
     def test_budget_that_is_too_small(self, tiny: Tiny, capsys: Capture) -> None:
         assert call("run", "-m", tiny("moe_qwen3"), "-p", "x", "--memory", "1MiB", "--json") == 5

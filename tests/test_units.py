@@ -40,6 +40,12 @@ def test_parse_bytes_refuses(text: object) -> None:
         parse_bytes(text, name="--memory")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", ["99999999999TiB", "9" * 5000, "9" * 400 + ".5", 1 << 64])
+def test_parse_bytes_refuses_what_no_machine_has(value: str | int) -> None:
+    with pytest.raises(ArgumentError, match="any machine"):
+        parse_bytes(value)
+
+
 @given(st.integers(min_value=0, max_value=2**50))
 def test_whole_bytes_survive(n_bytes: int) -> None:
     assert parse_bytes(str(n_bytes)) == parse_bytes(f"{n_bytes} B") == n_bytes

@@ -125,3 +125,6 @@ def guarded(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads: keep the interpreter from complaining at exit
         return 0
+    except OSError as error:  # of the output: what is wrong with a model is a LeanStreamError
+        note(f"leanstream: {error}")
+        return 1

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from ..errors import LeanStreamError
+from ..errors import ArgumentError, LeanStreamError
 from ..units import format_bytes, format_rate
 from . import _common
 
@@ -80,18 +80,24 @@ def memory() -> dict[str, Any]:
     }
 
 
-@contextmanager
+@contextlib.contextmanager
 def _probe_file(args: argparse.Namespace) -> Iterator[str]:
     """A file to read: the model, or a temporary one that is removed."""
     if args.model:
         yield args.model
         return
-    with tempfile.NamedTemporaryFile(dir=args.dir or os.getcwd(), prefix=".leanstream-doctor-") as file:
-        block = os.urandom(1 << 20)  # incompressible, so that a clever file system cannot cheat
-        for _ in range(PROBE_FILE_BYTES // len(block)):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
+    folder = args.dir or os.getcwd()
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix=".leanstream-doctor-"))
+            block = os.urandom(1 << 20)  # incompressible, so that a clever file system cannot cheat
+            for _ in range(PROBE_FILE_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as error:
+            remedy = "give --dir a folder that can be written, -m a model to read instead, or --no-drive"
+            raise ArgumentError(f"no test file can be written in {folder}: {error.strerror}", path=folder, remedy=remedy) from error
         yield file.name
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
+from ..settings import check_context
 from ..units import format_bytes, format_rate
 from . import _common
 
@@ -69,6 +70,7 @@ def generate(llm: Llama, tokens: list[int], args: argparse.Namespace, answer: An
     vocab, decoder = llm._model.vocab, codecs.getincrementaldecoder("utf-8")("replace")
     llm.set_seed(args.seed)
     answer.n_prompt = len(tokens)
+    limit = min(args.tokens, llm.n_ctx() - len(tokens))
     start = time.monotonic()
     stream = llm.generate(tokens, top_k=args.top_k, top_p=args.top_p, temp=args.temp)
     for token in stream:
@@ -81,12 +83,14 @@ def generate(llm: Llama, tokens: list[int], args: argparse.Namespace, answer: An
         piece = decoder.decode(_piece(vocab, token))
         answer.text += piece
         yield piece
-        if len(answer.tokens) >= args.tokens:
+        if len(answer.tokens) >= limit:
             break
     stream.close()
     rest = decoder.decode(b"", final=True)
     answer.text += rest
     yield rest
+    if len(answer.tokens) == limit < args.tokens:
+        _common.note(f"\nleanstream: stopped: the context of {llm.n_ctx()} tokens is full; raise --ctx for a longer answer")
 
 
 def _piece(vocab: Any, token: int) -> bytes:
@@ -123,13 +127,29 @@ def _prompt_text(args: argparse.Namespace) -> str | None:
     if args.prompt is not None and args.file is not None:
         raise ArgumentError("give -p or -f, not both")
     if args.prompt is not None:
-        return str(args.prompt)
+        return _utf8(args.prompt, "-p")
     if args.file is not None:
         try:
             return Path(args.file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ArgumentError(f"cannot read the prompt from {args.file}: {error}", path=args.file) from error
-    return None if sys.stdin.isatty() else sys.stdin.read()
+    if sys.stdin is None:
+        raise ArgumentError("there is no prompt, and standard input is closed; give -p or -f")
+    if sys.stdin.isatty():
+        return None
+    try:
+        return _utf8(sys.stdin.read(), "standard input")
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"the prompt on standard input is not text in {error.encoding}") from error
+
+
+def _utf8(text: str, source: str) -> str:
+    """The text, if it can be given to a tokenizer: bytes that are no text arrive as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ArgumentError(f"the prompt in {source} is not UTF-8 text") from None
+    return text
 
 
 def _load(args: argparse.Namespace) -> tuple[Llama, float]:
@@ -137,6 +157,7 @@ def _load(args: argparse.Namespace) -> tuple[Llama, float]:
     from .. import Llama
     from ..probe import cpu_count
 
+    check_context({"n_ctx": args.ctx, "n_batch": args.batch, "n_ubatch": args.ubatch, "n_threads": args.threads})
     threads = args.threads or cpu_count()
     settings = {"n_ctx": args.ctx, "n_batch": args.batch, "n_ubatch": args.ubatch}
     start = time.monotonic()
@@ -208,9 +229,22 @@ def summary(document: dict[str, Any]) -> str:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def _check_sampling(args: argparse.Namespace) -> None:
+    """Refuse what would sample nonsense without a word."""
     if args.tokens < 1:
         raise ArgumentError(f"-n must be at least 1, not {args.tokens}")
+    if not 0 <= args.temp <= 100:
+        raise ArgumentError(f"--temp must be from 0 to 100, not {args.temp}")
+    if not 0 <= args.top_p <= 1:
+        raise ArgumentError(f"--top-p must be from 0 to 1, not {args.top_p}")
+    if not 0 <= args.top_k < 2**31:
+        raise ArgumentError(f"--top-k must be from 0 (all tokens) to {2**31 - 1}, not {args.top_k}")
+    if not 0 <= args.seed < 2**32:
+        raise ArgumentError(f"--seed must be from 0 to {2**32 - 1}, not {args.seed}")
+
+
+def run(args: argparse.Namespace) -> int:
+    _check_sampling(args)
     prompt = _prompt_text(args)
     llm, load_seconds = _load(args)
     with llm:
