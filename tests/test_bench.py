@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -10,12 +11,16 @@ from pathlib import Path
 import bounds
 import machine
 import memcap
+import numpy as np
 import page_cache
 import pytest
+import quality
 import ratio
 
 ROOT = Path(__file__).resolve().parents[1]
-WORKLOADS = sorted((ROOT / "scripts" / "bench" / "workloads").glob("*.json"))
+FOUND = {path: json.loads(path.read_text()) for path in sorted((ROOT / "scripts" / "bench" / "workloads").glob("*.json"))}
+WORKLOADS = [path for path, workload in FOUND.items() if "task" in workload]  # of decode.py
+QUALITY = [path for path, workload in FOUND.items() if "windows" in workload]
 CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 
 
@@ -69,7 +74,7 @@ def test_a_bound_that_cannot_be_judged_is_not_met() -> None:
 
 @pytest.mark.parametrize("path", WORKLOADS, ids=lambda p: p.stem)
 def test_workload_is_consistent(path: Path) -> None:
-    workload = json.loads(path.read_text())
+    workload = FOUND[path]
     assert workload["name"] == path.stem and workload["about"]
     names = set(workload["variants"])
     assert set(workload.get("same_bits", [])) <= names
@@ -78,6 +83,41 @@ def test_workload_is_consistent(path: Path) -> None:
         assert {bound["of"], bound.get("over", bound["of"]), bound.get("compute", bound["of"])} <= names
         if bound["kind"] == "speed_ratio":
             assert workload["samples"] >= ratio.MIN_PAIRS
+
+
+@pytest.mark.parametrize("path", QUALITY, ids=lambda p: p.stem)
+def test_quality_workload_is_consistent(path: Path) -> None:
+    workload = FOUND[path]
+    assert workload["name"] == path.stem and workload["about"] and workload["windows"] >= 4
+    names = {"source", "noise_floor", *workload["variants"]}
+    for bound in workload["bounds"]:
+        assert bound["kind"] in quality.BOUNDS and bound["at_most"] >= 0
+        assert {bound["of"], bound.get("over", bound["of"])} <= names
+
+
+def test_quality_of_known_logits(tmp_path: Path) -> None:
+    source, other = np.zeros((3, 4), np.float32), np.zeros((3, 4), np.float32)
+    other[0, 1] = 1.0
+    source.tofile(tmp_path / "source")
+    other.tofile(tmp_path / "other")
+    tally = quality.Tally()
+    tally.add(tmp_path / "other", tmp_path / "source", 4, [0, 1, 2])
+    found = tally.result()
+    total = 3 + math.e
+    assert found["kl_mean"] == pytest.approx((math.log(total) - math.log(4) - 0.25) / 3)
+    assert found["perplexity"] == pytest.approx(math.exp((math.log(total) - 1 + math.log(4)) / 2))
+    assert found["same_bytes"] is False
+
+
+def test_read_bound_takes_the_slower_of_compute_and_reads() -> None:
+    counters = {"n_reads": 400, "misses": 500}
+    samples = [{"tokens_per_second": 4.0, "n_tokens": 4, "counters": counters}] * 15
+    run = {
+        "variants": {"r": {"samples": [{"tokens_per_second": 10.0}] * 15}, "s": {"samples": samples, "reads_per_second": [500.0] * 15}}
+    }
+    judged = bounds.judge(run, [{"kind": "share_of_read_bound", "of": "s", "compute": "r", "at_least": 0.85}])[0]
+    assert judged["ratio"] == pytest.approx(0.8) and not judged["met"]
+    assert bounds.judge(run, [{"kind": "reads_per_miss", "of": "s", "at_most": 1.0}])[0]["met"]
 
 
 def test_sizes() -> None:

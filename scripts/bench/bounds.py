@@ -80,6 +80,27 @@ def prediction(run: Run, bound: dict[str, Any]) -> Verdict:
     return {"met": abs(error) <= bound["within"], "predicted": predicted, "measured": measured, "error": error}
 
 
+def _counted(run: Run, variant: str, key: str) -> int:
+    return sum(int(sample["counters"][key]) for sample in run["variants"][variant]["samples"])
+
+
+def reads_per_miss(run: Run, bound: dict[str, Any]) -> Verdict:
+    """Reads for each expert or cluster that was not cached; neighbours that share a read bring it below one."""
+    found = _counted(run, bound["of"], "n_reads") / _counted(run, bound["of"], "misses")
+    return {"met": found <= bound["at_most"], "reads_per_miss": found}
+
+
+def share_of_read_bound(run: Run, bound: dict[str, Any]) -> Verdict:
+    """Speed over the limit: compute (the variant named), or the reads it counted at the drive's rate for such reads that round."""
+    variant = run["variants"][bound["of"]]
+    compute = [1 / speed for speed in _series(run, bound["compute"], "tokens_per_second")]
+    limits = []
+    for seconds, sample, rate in zip(compute, variant["samples"], variant["reads_per_second"], strict=True):
+        limits.append(1 / max(seconds, sample["counters"]["n_reads"] / sample["n_tokens"] / rate))
+    measured = ratio.ratio(_series(run, bound["of"], "tokens_per_second"), limits)
+    return {**ratio.verdict(measured, bound["at_least"]), "limit_tokens_per_second": ratio.spread(limits)}
+
+
 KINDS: dict[str, Callable[[Run, dict[str, Any]], Verdict]] = {
     "speed_ratio": speed_ratio,
     "share_of_ceiling": share_of_ceiling,
@@ -88,6 +109,8 @@ KINDS: dict[str, Callable[[Run, dict[str, Any]], Verdict]] = {
     "load_rate": load_rate,
     "memory_cap": memory_cap,
     "prediction": prediction,
+    "reads_per_miss": reads_per_miss,
+    "share_of_read_bound": share_of_read_bound,
 }
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import bounds
+import files
 import io_read
 import machine
 import page_cache
@@ -69,49 +70,34 @@ class Worker:
         self._process.wait(timeout=60)
 
 
-def model_path(workload: dict[str, Any], args: argparse.Namespace) -> Path:
-    """The model's file: named, or a synthetic one that is written where it is missing."""
-    model = workload["model"]
-    if isinstance(model, str):
-        return Path(args.models) / model
-    spec = model["synthetic"]
-    path = Path(args.work) / ("-".join(str(v) for v in spec.values()) + ".gguf")
-    if not path.exists():
-        options = [part for key, value in spec.items() for part in (f"--{key}", str(value))]
-        subprocess.run([sys.executable, HERE.parent / "make_synthetic_gguf.py", *options, path], check=True)
-    return path
-
-
-def text_path(workload: dict[str, Any], args: argparse.Namespace) -> Path:
-    """The text to feed: beside the models, or the one named on the command line."""
-    return Path(args.text) if args.text else Path(args.models).parent / "data" / workload["text"]
-
-
-def job_of(workload: dict[str, Any], variant: dict[str, Any], model: Path, text: Path) -> dict[str, Any]:
+def job_of(workload: dict[str, Any], variant: dict[str, Any], source: Path, text: Path) -> dict[str, Any]:
     job: dict[str, Any] = {k: workload[k] for k in ("task", "n_tokens", "n_prompt", "settings") if k in workload}
     # A slow variant may take fewer tokens a sample.
     job |= {k: variant[k] for k in ("n_tokens",) if k in variant}
-    return {"model": str(model), "text": str(text), "variant": variant, **job}
+    return {"model": variant.get("file", str(source)), "text": str(text), "variant": variant, **job}
 
 
 def resolve_memory(workload: dict[str, Any], model: Path, text: Path) -> None:
     """Turn {"between": x} (0 = the minimum, 1 = everything resident) and shares under a cap into bytes."""
     asking = [v for v in workload["variants"].values() if isinstance(v.get("memory"), dict) or v.get("cap")]
+    for variant in (v for v in workload["variants"].values() if v["engine"] != "leanstream" and v.get("cap")):
+        variant["memory"] = _bytes_of(variant["memory"], model)
     asking = [v for v in asking if v["engine"] == "leanstream"]
-    if not asking:
-        return
-    probe = Worker(job_of(workload, {"engine": "leanstream", "memory": "min"}, model, text), None, None)
-    plan = probe.ask("build")["plan"]
-    probe.close()
-    low, high = int(plan["minimum_budget_bytes"] * _SLACK), int(plan["full_budget_bytes"] * _SLACK)
     for variant in asking:
+        probe = Worker(job_of(workload, {**variant, "memory": "min"}, model, text), None, None)
+        plan = probe.ask("build")["plan"]
+        probe.close()
+        low, high = int(plan["minimum_budget_bytes"] * _SLACK), int(plan["full_budget_bytes"] * _SLACK)
         memory = variant["memory"]
         if isinstance(memory, dict):
             variant["memory"] = low + int((high - low) * memory["between"])
         elif isinstance(memory, str):
-            words = {"min": low, "full": high}
-            share = float(memory.rstrip("%")) / 100 if memory.endswith("%") else 0.0
-            variant["memory"] = words.get(memory) or (int(share * model.stat().st_size) if share else parse_size(memory))
+            variant["memory"] = {"min": low, "full": high}.get(memory) or _bytes_of(memory, model)
+
+
+def _bytes_of(memory: str, model: Path) -> int:
+    """ "900MiB", or "80%" of the source's file."""
+    return int(float(memory[:-1]) / 100 * model.stat().st_size) if memory.endswith("%") else parse_size(memory)
 
 
 def check_isolation(workload: dict[str, Any]) -> None:
@@ -149,6 +135,7 @@ def predict(workload: dict[str, Any], model: Path, memory: Any) -> float:
 def measure(workload: dict[str, Any], model: Path, found: dict[str, Worker]) -> dict[str, Any]:
     """Build, check bits, warm up, then sample in turn with the drive's rate beside each round."""
     variants: dict[str, Any] = {}
+    warm: dict[str, Any] = {}
     for name, worker in found.items():
         say(f"building {name}")
         variants[name] = {"build": worker.ask("build"), "samples": []}
@@ -157,12 +144,15 @@ def measure(workload: dict[str, Any], model: Path, found: dict[str, Worker]) -> 
         variants[name]["check"] = worker.ask("check")
         worker.ask("warm", n=workload["variants"][name].get("warmup_tokens", workload.get("warmup_tokens", 0)))
         for _ in range(workload.get("warmup_samples", 1)):
-            worker.ask("sample")
+            warm[name] = worker.ask("sample")
         if worker.watcher:
             variants[name]["limit_hits_when_warm"] = worker.watcher.look()["limit_hits"]
     drive = []
     for i in range(workload["samples"]):
         drive.append(io_read.ceiling(model, 500))
+        for name in (bound["of"] for bound in workload.get("bounds", []) if bound["kind"] == "share_of_read_bound"):
+            variant = variants[name]
+            variant.setdefault("reads_per_second", []).append(io_read.reads_like(Path(workload["variants"][name]["file"]), warm[name]))
         # There and back again, so that no variant always follows the same other.
         for name in list(found) if i % 2 == 0 else list(reversed(found)):
             variants[name]["samples"].append(found[name].ask("sample"))
@@ -224,16 +214,20 @@ def main() -> int:
     if args.only:
         workload["variants"] = {k: v for k, v in workload["variants"].items() if k in args.only.split(",")}
     check_isolation(workload)
-    model, text = model_path(workload, args), text_path(workload, args)
+    model, text = files.model_path(workload, args), files.text_path(workload, args)
+    for variant in workload["variants"].values():
+        variant["file"] = str(files.variant_path(variant, model, Path(args.work)))
     capped = any(variant.get("cap") for variant in workload["variants"].values())
-    left = page_cache.evict(model, allowed_bytes=1 << 20 if capped else 1 << 62)
+    paths = {model, *(Path(variant["file"]) for variant in workload["variants"].values())}
+    left = max(page_cache.evict(path, allowed_bytes=1 << 20 if capped else 1 << 62) for path in paths)
     resolve_memory(workload, model, text)
     with workers(workload, model, text, args.stock_libs) as found:
         run = measure(workload, model, found)
     for bound in workload.get("bounds", []):
         if bound["kind"] == "prediction":
             memory = workload["variants"][bound["of"]]["memory"]
-            run["variants"][bound["of"]]["predicted_tokens_per_second"] = predict(workload, model, memory)
+            path = Path(workload["variants"][bound["of"]]["file"])
+            run["variants"][bound["of"]]["predicted_tokens_per_second"] = predict(workload, path, memory)
     result = {
         "benchmark": workload["name"],
         **machine.describe(model),

@@ -47,6 +47,14 @@ def ceiling(path: Path, duration_ms: int = 1000) -> float:
     )
 
 
+def reads_like(path: Path, sample: dict[str, Any], duration_ms: int = 500) -> float:
+    """Reads per second that this drive gave just now for random reads as large as those of a measured sample."""
+    counters = sample["counters"]
+    size = max(4096, counters["read_bytes"] // max(1, counters["n_reads"]) // 4096 * 4096)
+    rates = [probe.drive_rate(str(path), size, depth, duration_ms=duration_ms // 2).reads_per_second for depth in (16, 64)]
+    return max(rates)
+
+
 def main() -> None:
     """Measure the grid and print the result line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
