@@ -220,6 +220,8 @@ class Llama(_Parent):
         _refuse(options)
         check_context(options)
         self._handle = handle = ModelHandle(model_path, config)
+        handle.hold()
+        self._holds = True
         all_logits = bool(options.get("logits_all")) or options.get("draft_model") is not None
         shape = planner.Shape.from_index(handle.index())
         defaults = planner.context_defaults(
@@ -330,6 +332,9 @@ class Llama(_Parent):
                 vars(self)[name].__class__ = closed
         handle = getattr(self, "_handle", None)
         if handle is not None:
+            if getattr(self, "_holds", False):
+                self._holds = False
+                handle.release()
             handle.close()
 
     def __enter__(self) -> Llama:

@@ -40,7 +40,8 @@ def _counted(baseline: list[int]) -> Iterator[None]:
 class ModelHandle:
     """One `ls_model`: the index of a GGUF file and, once activated, its streamed weights.
 
-    Close it after the llama.cpp context and model that use it were freed. `close()` is idempotent.
+    Close it after the llama.cpp context and model that use it were freed: they `hold()` it, so that in whatever order a garbage
+    collector finalizes them, the weights go last. `close()` is idempotent.
 
     Attributes:
         path: the file, as given.
@@ -58,6 +59,8 @@ class ModelHandle:
             ArgumentError: a path that llama.cpp cannot take.
         """
         self._model: Any = None
+        self._held: Any = None  # closed, but a context or model of llama.cpp still needs it
+        self._n_holds = 0
         self._idle = threading.Condition()
         self._n_users = 0
         self._stack = contextlib.ExitStack()
@@ -72,7 +75,7 @@ class ModelHandle:
             self.baseline_bytes = baseline[0]
             out = ffi.new("ls_model **")
             check(lib.ls_model_open(os.fsencode(self.path), _options(config or StreamConfig()), out))
-            self._model = ffi.gc(out[0], lib.ls_model_close)
+            self._model = out[0]
             self._stack = stack.pop_all()
 
     @contextlib.contextmanager
@@ -95,9 +98,30 @@ class ModelHandle:
         with self._idle:
             model, self._model = self._model, None
             self._idle.wait_for(lambda: self._n_users == 0)
+            if self._n_holds:
+                self._held, model = model or self._held, None
         if model is not None:
-            native().ffi.release(model)
+            native().lib.ls_model_close(model)
         self._stack.close()
+
+    def hold(self) -> None:
+        """Keep the native model until `release()`, also if this is closed meanwhile."""
+        with self._idle:
+            self._n_holds += 1
+
+    def release(self) -> None:
+        """Undo one `hold()`."""
+        with self._idle:
+            self._n_holds -= 1
+            model = None
+            if self._n_holds == 0:
+                model, self._held = self._held, None
+        if model is not None:
+            native().lib.ls_model_close(model)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # not fully built, or the interpreter ends
+            self.close()
 
     @property
     def closed(self) -> bool:

@@ -348,3 +348,27 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
     assert "LibraryError" in done.stdout and "before llama_cpp" in done.stdout
+
+
+FORGOTTEN = """
+import sys
+from leanstream_gguf.server import llama
+from leanstream_gguf.server.settings import ModelSettings
+made = []
+llama.load(ModelSettings(model=sys.argv[1], memory_budget="min", n_ctx=64), made.append)
+handle = made[0]._handle  # with this name the interpreter finalizes the handle's memory before the context's, unless they say no
+print("{}")
+"""
+
+
+def test_a_model_that_nobody_closed_does_not_abort_at_the_end_of_the_interpreter(tiny: Tiny) -> None:
+    assert run_python(FORGOTTEN, tiny("moe_qwen3")).require() == {}
+
+
+def test_what_llama_cpp_still_uses_outlives_its_handle(tiny: Tiny) -> None:
+    llm = streamed(tiny("moe_qwen3"), "min")
+    llm._handle.close()  # as a garbage collector might, before the context is freed
+    assert llm._handle.closed and not llm.stream.active
+    llm._handle.close()
+    llm.close()
+    assert llm._handle._held is None
