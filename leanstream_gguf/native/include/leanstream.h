@@ -81,7 +81,8 @@ typedef struct ls_options {
     uint32_t direct_io;         // 1 = bypass the page cache where the file system allows it (default), 0 = buffered
     uint64_t chunk_bytes;       // largest single read; 0 = 1 MiB
     uint32_t n_ring_slots;      // ring slots for streamed dense weights; 0 = chosen (3, and 2 at the minimum budget)
-    uint32_t reserved;
+    uint32_t fidelity;          // 0 = exact, 1 = faithful (a sketch names candidates), 2 = threshold (small activations count as 0)
+    double   max_kl;            // threshold: the measured setting to use is the largest up to this; 0 = the smallest there is
 } ls_options;
 
 // Bytes by purpose, all of this model. "fixed" is what llama.cpp itself holds: KV cache, compute and output buffers.
@@ -120,6 +121,11 @@ typedef struct ls_stats {
     uint64_t cache_capacity_bytes;
     uint64_t used_buffered_io;     // 1 if the page cache could not be bypassed
     uint64_t n_waves;              // micro-batches of a layer that did not fit the expert cache
+    uint64_t neurons_fired;        // neurons read from clusters, summed over layers and micro-batches
+    uint64_t neurons_fired_bytes;  // of their records
+    uint64_t cluster_hits;         // clusters found in memory
+    uint64_t cluster_misses;       // clusters that had to be waited for
+    uint64_t cluster_capacity_bytes; // of the cache of clusters
 } ls_stats;
 
 // ---- process -------------------------------------------------------------------------------------------------------

@@ -107,6 +107,7 @@ ls_status ls_load_begin(ls_model * model, int32_t no_alloc) {
         if (m.engine.activated()) {
             throw Error(LS_ERR_STATE, "this model is loaded already; open it again for a second load");
         }
+        m.choose_fidelity();
         m.no_alloc = no_alloc != 0;
         m.resident_at_load_bytes = process_resident_bytes();
         load_begin(m);

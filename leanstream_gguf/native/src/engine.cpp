@@ -482,11 +482,21 @@ void Engine::get_stats(ls_stats & out) const {
     out.read_busy_ns = io.busy_ns - io_base_.busy_ns;
     out.budget_bytes = budget_bytes_;
     out.hits += ready_hits_.load(std::memory_order_relaxed);
+    const NeuronCounters n = neurons->counters();
+    out.neurons_fired       = n.n_fired;
+    out.neurons_fired_bytes = n.fired_bytes;
+    out.cluster_hits        = n.hits;
+    out.cluster_misses      = n.misses;
+    out.needed_bytes       += n.needed_bytes;
+    out.n_evictions        += n.evictions;
+    out.n_waves            += n.n_waves;
+    out.stall_ns           += n.stall_ns;
+    out.cluster_capacity_bytes = neurons->capacity_bytes();
     if (cache_) {
         out.cached_experts       = cache_->n_resident();
         out.cache_capacity_bytes = cache_->capacity_bytes();
         out.resident_now_bytes   = weights.resident_bytes() + plan_.pinned_bytes + ring_.slots.size() * weights.largest_group_bytes() +
-            cache_->capacity_bytes();
+            cache_->capacity_bytes() + neurons->resident_bytes() + out.cluster_capacity_bytes;
     }
 }
 
@@ -495,6 +505,7 @@ void Engine::reset_stats() {
     const ls_stats old = stats_;
     stats_ = {};
     ready_hits_.store(0);
+    neurons->reset_counters();
     stats_.load_bytes = old.load_bytes;
     stats_.load_ns    = old.load_ns;
     stats_.used_buffered_io = old.used_buffered_io;
@@ -509,10 +520,10 @@ void Engine::get_memory(ls_memory & out) const {
     out.kv_bytes       = fixed_.kv;
     out.compute_bytes  = fixed_.compute;
     out.margin_bytes   = fixed_.margin;
-    out.resident_bytes = weights.resident_bytes();
+    out.resident_bytes = weights.resident_bytes() + neurons->resident_bytes();
     out.pinned_bytes   = plan_.pinned_bytes;
     out.ring_bytes     = ring_.slots.size() * weights.largest_group_bytes();
-    out.cache_bytes    = plan_.cache_bytes;
+    out.cache_bytes    = plan_.cache_bytes + plan_.neuron_cache_bytes;
 }
 
 Plan Engine::current_plan() const {

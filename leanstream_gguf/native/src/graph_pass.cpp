@@ -140,11 +140,33 @@ private:
             }
             if (node == m.a && m.activation != GGML_UNARY_OP_COUNT) {
                 make_activation(m);
+            } else if (node == m.deciding) {
+                decide_by_sketch(m);
             } else if (node == m.down) {
                 sum_columns(m);
             }
         }
         return false;
+    }
+
+    void decide_by_sketch(const NeuronMatch & m) {
+        ggml_tensor * node = m.deciding, * x = node->src[1];
+        const NeuronShape & s = *engine_.neurons->layer(uint32_t(m.layer))->shape;
+        OpParams p = {};
+        p.session = &session_;
+        p.index   = m.layer;
+        p.run     = int8_t(Session::kNeuronRuns + m.layer % Session::kNeuronRuns);
+        ggml_tensor * scores = new_node(GGML_TYPE_F32, int64_t(s.n_ff) * x->ne[1], x, p, op_sketch_neurons);
+        for (int d = 0; d < GGML_MAX_DIMS; ++d) { // as the product: [n_ff, n_tokens]
+            scores->ne[d] = node->ne[d];
+            scores->nb[d] = node->nb[d];
+        }
+        node->src[0] = scores;
+        node->src[1] = new_node(GGML_TYPE_I32, 1, scores, p, op_select_candidates);
+        node->src[2] = x;
+        node->src[3] = quantized(x, ggml_get_type_traits_cpu(s.deciding.type)->vec_dot_type);
+        set_op_params(node, p, op_decide_neurons);
+        node->op = GGML_OP_CUSTOM;
     }
 
     void sum_columns(const NeuronMatch & m) {

@@ -109,6 +109,26 @@ AccumulateFn accumulate_kernel(KernelSet set, ggml_type type) {
     return nullptr;
 }
 
+SketchFn sketch_kernel() {
+    return kernel_set_usable(KernelSet::avx2) ? sketch_avx2() : sketch_portable;
+}
+
+float sketch_portable(const SketchInput & x, const uint8_t * row) {
+    const uint8_t * scales = row + x.e / 4;
+    float total = 0;
+    for (uint32_t b = 0; b < x.e / 32; ++b) {
+        const uint8_t * codes = row + b / 2 * 16;
+        int32_t sum = 0;
+        for (uint32_t i = 0; i < 32; ++i) {
+            sum += (codes[i % 16] >> (b % 2 * 4 + i / 16 * 2) & 3) * x.q[32 * b + i];
+        }
+        ggml_fp16_t scale;
+        memcpy(&scale, scales + 2 * b, 2);
+        total += ggml_fp16_to_fp32(scale) * (x.two[b] * float(sum) + x.sum[b]);
+    }
+    return total;
+}
+
 AccumulateFn accumulate_portable(ggml_type type) {
     return accumulate_for(type);
 }

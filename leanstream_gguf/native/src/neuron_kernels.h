@@ -53,6 +53,20 @@ struct ColumnGroup {
 using AccumulateFn = void (*)(const ColumnMatrix & matrix, const ColumnGroup & group, uint32_t r0, uint32_t r1, float * out,
                               size_t out_stride);
 
+// A 2-bit image of a row against an input in 8-bit blocks of 32; see docs/lean_format.md, 3.4.
+struct SketchInput {
+    const int8_t * q;   // [e] e = padded_rows(n_embd)
+    const float  * two; // [e / 32] twice the block's scale
+    const float  * sum; // [e / 32] -3 times the scale times the sum of the block's q
+    uint32_t e;
+};
+
+using SketchFn = float (*)(const SketchInput & x, const uint8_t * row); // about the product of row and input
+
+SketchFn sketch_kernel(); // the best for this processor
+float sketch_portable(const SketchInput & x, const uint8_t * row);
+SketchFn sketch_avx2();   // nullptr where it is not compiled in
+
 enum class KernelSet : uint8_t { portable, avx2, avx512, neon };
 
 bool kernel_set_usable(KernelSet set);        // compiled in, and this processor has it

@@ -76,9 +76,49 @@ struct Simd {
 
 #include "neuron_kernels_impl.h"
 
+namespace ls {
+namespace {
+
+__m256i products(__m128i low, __m128i high, const int8_t * x) {
+    const __m256i codes = _mm256_and_si256(_mm256_set_m128i(high, low), _mm256_set1_epi8(3));
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, _mm256_loadu_si256((const __m256i *) x)), _mm256_set1_epi16(1));
+}
+
+float sketch(const SketchInput & x, const uint8_t * row) {
+    const uint8_t * scales = row + x.e / 4;
+    __m256 sum = _mm256_setzero_ps();
+    for (uint32_t g = 0; g < x.e / 64; ++g) {
+        const __m128i v = _mm_loadu_si128((const __m128i *) (row + 16 * g));
+        const __m256i a = products(v, _mm_srli_epi16(v, 2), x.q + 64 * g);
+        const __m256i b = products(_mm_srli_epi16(v, 4), _mm_srli_epi16(v, 6), x.q + 64 * g + 32);
+        int pair;
+        __builtin_memcpy(&pair, scales + 4 * g, 4);
+        const __m128 s = _mm_cvtph_ps(_mm_cvtsi32_si128(pair)); // the scales of both blocks
+        const __m128 pair_two = _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *) (x.two + 2 * g)));
+        const __m128 pair_sum = _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *) (x.sum + 2 * g)));
+        const __m128 two = _mm_mul_ps(s, pair_two);
+        sum = _mm256_fmadd_ps(_mm256_broadcastss_ps(two), _mm256_cvtepi32_ps(a), sum);
+        sum = _mm256_fmadd_ps(_mm256_broadcastss_ps(_mm_movehdup_ps(two)), _mm256_cvtepi32_ps(b), sum);
+        sum = _mm256_add_ps(sum, _mm256_zextps128_ps256(_mm_mul_ps(s, pair_sum)));
+    }
+    float lanes[8], total = 0;
+    _mm256_storeu_ps(lanes, sum);
+    for (float lane : lanes) {
+        total += lane;
+    }
+    return total;
+}
+
+} // namespace
+} // namespace ls
+
 ls::AccumulateFn ls::accumulate_avx2(ggml_type type) { return accumulate_for(type); }
 
+ls::SketchFn ls::sketch_avx2() { return sketch; }
+
 #else
+
+ls::SketchFn ls::sketch_avx2() { return nullptr; }
 
 ls::AccumulateFn ls::accumulate_avx2(ggml_type) { return nullptr; }
 

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 namespace ls {
 
@@ -54,12 +56,12 @@ template <typename Fn> void for_each_bit(const std::vector<uint64_t> & bits, uin
     }
 }
 
-// Neurons that fire for any token, in original order, group by group.
-void list_firing(const ggml_tensor * a, const NeuronLayer & layer, NeuronRun & run) {
-    const uint32_t n_ff = layer.shape->n_ff, n_words = (n_ff + 63) / 64;
+// Neurons that mark(token, bits) marks for any token, in original order, group by group.
+template <typename Mark> void list_neurons(int64_t n_tokens, const NeuronLayer & layer, NeuronRun & run, Mark mark) {
+    const uint32_t n_words = (layer.shape->n_ff + 63) / 64;
     run.bitmap.assign(2 * n_words, 0);
-    for (int64_t t = 0; t < a->ne[1]; ++t) {
-        mark_firing(row_of(a, t), n_ff, layer.threshold, run.bitmap.data() + n_words);
+    for (int64_t t = 0; t < n_tokens; ++t) {
+        mark(t, run.bitmap.data() + n_words);
     }
     std::vector<uint64_t> & bits = run.bitmap;
     for (uint32_t w = 0; w < n_words; ++w) {
@@ -80,27 +82,113 @@ void list_firing(const ggml_tensor * a, const NeuronLayer & layer, NeuronRun & r
     });
 }
 
-// a *= up * x for the neurons of the wave, which the threads share out
-void multiply_rows(const Neurons & n, const ggml_tensor * dst, int ith, int nth) {
+void start_run(const Neurons & n) {
+    n.run.layer = &n.layer;
+    n.run.groups.clear();
+    n.run.positions.clear();
+}
+
+bool is_candidate(const NeuronLayer & layer, float score) {
+    return !(score <= -layer.shape->sketch_margin); // NaN is one
+}
+
+constexpr float kNever = -1e30f; // what decides for a neuron that is no candidate: 0 after any activation
+
+// share of thread ith of entries begin .. end
+std::pair<uint32_t, uint32_t> share(uint32_t begin, uint32_t end, int ith, int nth) {
+    return { begin + uint32_t(uint64_t(end - begin) * uint32_t(ith) / uint32_t(nth)),
+             begin + uint32_t(uint64_t(end - begin) * uint32_t(ith + 1) / uint32_t(nth)) };
+}
+
+std::pair<uint32_t, uint32_t> entries_of_wave(const NeuronRun & run) {
+    return { run.groups[run.wave_begin].first, run.groups[run.wave_end - 1].first + run.groups[run.wave_end - 1].n };
+}
+
+const char * input_row(const ggml_tensor * x, const ggml_tensor * quantized, ggml_type type, int64_t token) {
+    const size_t bytes = quantized ? ggml_row_size(ggml_get_type_traits_cpu(type)->vec_dot_type, x->ne[0]) : x->nb[1];
+    return (const char *) (quantized ? quantized : x)->data + token * bytes;
+}
+
+// Input in blocks of 32 bytes, one scale each.
+struct SketchRow {
+    std::vector<int8_t> q;
+    std::vector<float> two, sum;
+    SketchInput input;
+
+    explicit SketchRow(uint32_t n_embd) : q(padded_rows(n_embd)), two(q.size() / 32), sum(q.size() / 32),
+        input{ q.data(), two.data(), sum.data(), uint32_t(q.size()) } {}
+
+    void set(const float * x, uint32_t n) {
+        for (uint32_t b = 0; b < two.size(); ++b) {
+            const uint32_t first = 32 * b, last = std::min(n, first + 32);
+            float largest = 0;
+            for (uint32_t i = first; i < last; ++i) {
+                largest = std::max(largest, std::fabs(x[i]));
+            }
+            const float scale = largest / 127, inverse = scale > 0 ? 1 / scale : 0;
+            int32_t total = 0;
+            for (uint32_t i = first; i < first + 32; ++i) {
+                q[i] = i < last && x[i] == x[i] ? int8_t(std::lrintf(std::max(-127.0f, std::min(127.0f, x[i] * inverse)))) : int8_t(0);
+                total += q[i];
+            }
+            two[b] = 2 * scale;
+            sum[b] = -3 * scale * float(total);
+        }
+    }
+};
+
+// h of one rounding block and token as ggml would round it: entries first .. last of the run
+void round_block(const Neurons & n, float * h, uint32_t first, uint32_t last) {
+    const ggml_type type = n.layer.rounding_type;
+    const uint32_t size = n.layer.rounding_block;
+    float x[256] = {};
+    uint8_t rounded[1024]; // 256 numbers of any type
+    const auto place = [&](uint32_t i) { return uint32_t(n.layer.perm[n.run.positions[i]]) % std::max(size, kMaxGroup); };
+    for (uint32_t i = first; i < last; ++i) {
+        x[place(i)] = h[n.run.positions[i]];
+    }
+    const int64_t count = std::max(size, kMaxGroup);
+    ggml_get_type_traits_cpu(type)->from_float(x, rounded, count);
+    if (type == GGML_TYPE_Q8_K) { // a float and 256 bytes; ggml never needs it back
+        float scale;
+        memcpy(&scale, rounded, sizeof(scale));
+        for (int64_t i = 0; i < count; ++i) {
+            x[i] = scale * float(int8_t(rounded[sizeof(scale) + i]));
+        }
+    } else {
+        ggml_get_type_traits(type)->to_float(rounded, x, count);
+    }
+    for (uint32_t i = first; i < last; ++i) {
+        h[n.run.positions[i]] = x[place(i)];
+    }
+}
+
+// The coefficients of the wave's neurons, blocks shared out among the threads: a *= up * x where there is a gate, then rounded.
+void finish_coefficients(const Neurons & n, const ggml_tensor * dst, int ith, int nth) {
     const ggml_tensor * a = dst->src[0], * x = dst->src[2], * quantized = dst->src[3];
     const NeuronShape & s = *n.layer.shape;
     const ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu(s.other.type);
-    const size_t x_bytes = ggml_row_size(traits->vec_dot_type, s.n_embd);
-    const uint32_t begin = n.run.groups[n.run.wave_begin].first;
-    const uint32_t end = n.run.groups[n.run.wave_end - 1].first + n.run.groups[n.run.wave_end - 1].n;
-    const uint32_t first = begin + uint32_t(uint64_t(end - begin) * uint32_t(ith) / uint32_t(nth));
-    const uint32_t last  = begin + uint32_t(uint64_t(end - begin) * uint32_t(ith + 1) / uint32_t(nth));
-    for (uint32_t i = first; i < last; ++i) {
-        const uint8_t * row = n.run.records[i] + s.other.at;
-        for (int64_t t = 0; t < a->ne[1]; ++t) {
-            float & h = row_of(a, t)[n.run.positions[i]];
-            if (h != 0.0f) {
-                const char * in = quantized ? (const char *) quantized->data + t * x_bytes : (const char *) x->data + t * x->nb[1];
-                float dot;
-                traits->vec_dot(int(s.n_embd), &dot, 0, row, 0, in, 0, 1);
-                h *= dot;
+    const auto [first_group, last_group] = share(n.run.wave_begin, n.run.wave_end, ith, nth);
+    uint32_t g = n.store.block_start(n.run, first_group);
+    const uint32_t end = n.store.block_start(n.run, last_group);
+    while (g < end) {
+        const uint32_t next = n.store.block_end(n.run, g);
+        const uint32_t first = n.run.groups[g].first, last = n.run.groups[next - 1].first + n.run.groups[next - 1].n;
+        for (uint32_t i = first; i < last && s.gated; ++i) {
+            const uint8_t * row = n.run.records[i] + s.other.at;
+            for (int64_t t = 0; t < a->ne[1]; ++t) {
+                float & h = row_of(a, t)[n.run.positions[i]];
+                if (h != 0.0f) {
+                    float dot;
+                    traits->vec_dot(int(s.n_embd), &dot, 0, row, 0, input_row(x, quantized, s.other.type, t), 0, 1);
+                    h *= dot;
+                }
             }
         }
+        for (int64_t t = 0; t < a->ne[1] && n.layer.rounding_type != GGML_TYPE_COUNT; ++t) {
+            round_block(n, row_of(a, t), first, last);
+        }
+        g = next;
     }
 }
 
@@ -133,15 +221,89 @@ void op_select_neurons(ggml_tensor * dst, int ith, int nth, void *) {
         return;
     }
     const Neurons n = neurons_of(op_params(dst));
-    n.run.layer = &n.layer;
-    n.run.groups.clear();
-    n.run.positions.clear();
+    start_run(n);
     if (n.session.failed.load()) {
         return;
     }
-    list_firing(dst->src[0], n.layer, n.run);
+    const ggml_tensor * a = dst->src[0];
+    list_neurons(a->ne[1], n.layer, n.run, [&](int64_t t, uint64_t * bits) { mark_firing(row_of(a, t), n.layer.shape->n_ff, n.layer.threshold, bits); });
     if (!n.run.groups.empty()) {
         n.store.begin(n.run, nth);
+    }
+}
+
+void op_sketch_neurons(ggml_tensor * dst, int ith, int nth, void *) {
+    const Neurons n = neurons_of(op_params(dst));
+    const ggml_tensor * x = dst->src[0];
+    const NeuronShape & s = *n.layer.shape;
+    const auto [first, last] = share(0, s.n_ff, ith, nth);
+    const size_t row_bytes = sketch_row_bytes(s.n_embd);
+    const SketchFn sketch = sketch_kernel();
+    SketchRow in(s.n_embd);
+    for (int64_t t = 0; t < x->ne[1]; ++t) {
+        in.set(row_of(x, t), s.n_embd);
+        for (uint32_t i = first; i < last; ++i) {
+            row_of(dst, t)[i] = sketch(in.input, n.layer.sketch + i * row_bytes);
+        }
+    }
+}
+
+void op_select_candidates(ggml_tensor * dst, int ith, int nth, void *) {
+    if (ith != 0) {
+        return;
+    }
+    const Neurons n = neurons_of(op_params(dst));
+    start_run(n);
+    if (n.session.failed.load()) {
+        return;
+    }
+    const ggml_tensor * scores = dst->src[0];
+    list_neurons(scores->ne[1], n.layer, n.run, [&](int64_t t, uint64_t * bits) {
+        for (uint32_t i = 0; i < n.layer.shape->n_ff; ++i) {
+            bits[i / 64] |= uint64_t(is_candidate(n.layer, row_of(scores, t)[i])) << i % 64;
+        }
+    });
+    if (!n.run.groups.empty()) {
+        n.store.begin(n.run, nth);
+    }
+}
+
+void op_decide_neurons(ggml_tensor * dst, int ith, int nth, void *) {
+    const Neurons n = neurons_of(op_params(dst));
+    const ggml_tensor * scores = dst->src[0], * x = dst->src[2], * quantized = dst->src[3];
+    const NeuronShape & s = *n.layer.shape;
+    const ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu(s.deciding.type);
+    const auto [own_first, own_last] = share(0, s.n_ff, ith, nth);
+    for (int64_t t = 0; t < dst->ne[1]; ++t) { // candidates of this share get their value from whichever thread has their row
+        for (uint32_t i = own_first; i < own_last; ++i) {
+            if (!is_candidate(n.layer, row_of(scores, t)[i])) {
+                row_of(dst, t)[i] = kNever;
+            }
+        }
+    }
+    const size_t n_groups = n.run.groups.size();
+    uint32_t done = 0;
+    for (uint32_t wave = 1; done < n_groups && !n.session.failed.load(); ++wave) {
+        const bool ok = n.store.wait_wave(n.run, wave);
+        if (!ok) {
+            n.session.engine->fail(n.session, n.store.error());
+            return; // the layer's output will be zeros
+        }
+        done = n.run.wave_end;
+        const auto [begin, end] = entries_of_wave(n.run);
+        const auto [first, last] = share(begin, end, ith, nth);
+        for (uint32_t i = first; i < last; ++i) {
+            const uint8_t * row = n.run.records[i] + s.deciding.at;
+            const uint32_t at = n.run.positions[i];
+            for (int64_t t = 0; t < dst->ne[1]; ++t) {
+                if (is_candidate(n.layer, row_of(scores, t)[at])) {
+                    traits->vec_dot(int(s.n_embd), row_of(dst, t) + at, 0, row, 0, input_row(x, quantized, s.deciding.type, t), 0, 1);
+                }
+            }
+        }
+        if (n.run.threads_left.fetch_sub(1) == 1) {
+            n.store.next_wave(n.run, nth);
+        }
     }
 }
 
@@ -156,8 +318,8 @@ void op_apply_neurons(ggml_tensor * dst, int ith, int nth, void *) {
     for (uint32_t wave = 1; done < n_groups && !n.session.failed.load(); ++wave) {
         bool ok = n.store.wait_wave(n.run, wave);
         done = n.run.wave_end;
-        if (ok && n.layer.shape->gated) {
-            multiply_rows(n, dst, ith, nth);
+        if (ok && (n.layer.shape->gated || n.layer.rounding_type != GGML_TYPE_COUNT)) {
+            finish_coefficients(n, dst, ith, nth);
             ok = n.store.wait_rows(n.run);
         }
         if (!ok) { // what is computed is thrown away, but reaches the KV cache before: it must be finite

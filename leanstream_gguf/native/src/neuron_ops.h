@@ -5,6 +5,15 @@
 
 namespace ls {
 
+// Layout faithful, three nodes in place of the deciding product:
+// src0 x [n_embd, n_tokens]; dst: float32 [n_ff, n_tokens], what the sketch says of the deciding projection.
+void op_sketch_neurons(ggml_tensor * dst, int ith, int nth, void * userdata);
+// src0 the sketch's scores; dst: int32 [1]. Lists the candidates and starts the reads of their clusters.
+void op_select_candidates(ggml_tensor * dst, int ith, int nth, void * userdata);
+// src0 scores, src1 the select node, src2 x, src3 x in the type that rows multiply with, or none; dst: float32 [n_ff, n_tokens], the
+// deciding projection of the candidates; of the others a number that every activation turns into zero.
+void op_decide_neurons(ggml_tensor * dst, int ith, int nth, void * userdata);
+
 // src0 a: float32 [n_ff, n_tokens], the activation by position. dst: int32 [1]. Sets activations below the layer's threshold to
 // zero, lists the neurons that fire and starts the reads of their clusters.
 void op_select_neurons(ggml_tensor * dst, int ith, int nth, void * userdata);

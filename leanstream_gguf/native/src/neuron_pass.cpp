@@ -58,11 +58,28 @@ struct Finder {
         }
     }
 
+    // layout faithful: the product with the deciding projection of down's block
+    ggml_tensor * deciding_of(const Weight & down, const NeuronShape & s) const {
+        const char * name = s.gated ? "ffn_gate.weight" : "ffn_up.weight";
+        for (int i = 0; i < graph->n_nodes; ++i) {
+            const Weight * w = neurons_weight(graph->nodes[i]);
+            if (w && w->block() == down.block() && w->entry->name.find(name) != std::string::npos) {
+                const ggml_tensor * x = graph->nodes[i]->src[1];
+                if (x->type != GGML_TYPE_F32 || x->ne[2] != 1 || x->ne[3] != 1 || x->nb[0] != sizeof(float)) {
+                    refuse(down, "gives its deciding projection its input in another form");
+                }
+                return graph->nodes[i];
+            }
+        }
+        refuse(down, "does not use its deciding projection");
+    }
+
     NeuronMatch match(ggml_tensor * down, Weight & w) {
         NeuronMatch m;
         m.down  = down;
         m.layer = store.layer_of_block(w.block());
         const NeuronShape & s = *store.layer(uint32_t(m.layer))->shape;
+        m.deciding = s.deciding.present() ? deciding_of(w, s) : nullptr;
         ggml_tensor * h = down->src[1];
         if (h->type != GGML_TYPE_F32 || h->ne[2] != 1 || h->ne[3] != 1 || h->nb[0] != sizeof(float)) {
             refuse(w, "gives it its activations in another form");
@@ -110,7 +127,7 @@ std::vector<NeuronMatch> find_neurons(const ggml_cgraph * graph, Weights & weigh
         Weight * w = f.neurons_weight(graph->nodes[i]);
         if (w && Finder::is_down(*w)) {
             found.push_back(f.match(graph->nodes[i], *w));
-            taken[found.back().down] = taken[found.back().up] = true;
+            taken[found.back().down] = taken[found.back().up] = taken[found.back().deciding] = true;
         }
     }
     for (int i = 0; i < graph->n_nodes; ++i) {

@@ -16,6 +16,7 @@ class Weights;
 struct NeuronMatch {
     ggml_tensor * down = nullptr;  // becomes the node that sums columns
     ggml_tensor * a = nullptr;     // act(deciding), a node that stays; for a GLU the GLU itself, turned into its activation
+    ggml_tensor * deciding = nullptr; // layout faithful: the product that decides
     ggml_tensor * up = nullptr;    // gated: the product that is left out
     ggml_tensor * product = nullptr; // gated with a MUL: the node that is left out
     ggml_unary_op activation = GGML_UNARY_OP_COUNT; // of a GLU

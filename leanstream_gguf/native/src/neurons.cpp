@@ -58,7 +58,27 @@ bool NeuronStore::pin_locked(NeuronRun & run, const NeuronLayer & layer, uint32_
     return true;
 }
 
-// As many groups as there is room for, at least one. False: not even one, because others hold the slots.
+// rounding block that a group of the run belongs to
+uint32_t NeuronStore::block_of(const NeuronRun & run, uint32_t group) {
+    return run.groups[group].group * run.layer->matrix.format->group / std::max(kMaxGroup, run.layer->rounding_block);
+}
+
+uint32_t NeuronStore::block_start(const NeuronRun & run, uint32_t group) {
+    while (group > run.wave_begin && group < run.wave_end && block_of(run, group - 1) == block_of(run, group)) {
+        group++; // the block belongs to the thread that has its first group
+    }
+    return group;
+}
+
+uint32_t NeuronStore::block_end(const NeuronRun & run, uint32_t group) {
+    const uint32_t block = block_of(run, group);
+    while (group < run.wave_end && block_of(run, group) == block) {
+        group++;
+    }
+    return group;
+}
+
+// As many rounding blocks as there is room for, at least one. False: not even one, because others hold the slots.
 bool NeuronStore::take_wave_locked(NeuronRun & run, std::vector<uint32_t> & missing) {
     const NeuronLayer & l = *run.layer;
     const uint32_t k = l.shape->cluster_size;
@@ -68,6 +88,10 @@ bool NeuronStore::take_wave_locked(NeuronRun & run, std::vector<uint32_t> & miss
         const NeuronRun::Group & g = run.groups[run.wave_end];
         for (uint32_t i = g.first; i < g.first + g.n; ++i) {
             if (!pin_locked(run, l, l.first_unit + run.positions[i] / k, missing)) {
+                const uint32_t block = block_of(run, run.wave_end);
+                while (run.wave_end > run.wave_begin && block_of(run, run.wave_end - 1) == block) {
+                    run.wave_end--;
+                }
                 return run.wave_end > run.wave_begin;
             }
         }

@@ -24,6 +24,9 @@ struct NeuronLayer {
     const NeuronShape * shape = nullptr;
     ColumnMatrix matrix = {};
     AccumulateFn accumulate = nullptr;
+    // ggml rounds the input of a quantised product to 8 bits, block by block; so do we, or sums would differ by more than their order
+    ggml_type rounding_type = GGML_TYPE_COUNT; // COUNT = none
+    uint32_t  rounding_block = 1;              // neurons, by original index
     uint32_t first_unit = 0;             // unit of cluster 0
     uint32_t pool = 0;
     float    threshold = 0;              // smaller absolute activations count as zero
@@ -69,7 +72,6 @@ struct NeuronCounters {
 
 class NeuronStore {
 public:
-    static constexpr uint32_t kMinSlots = 64; // of a pool: two groups of neurons that all lie in different clusters
 
     // tag_bits: of all reads of this store; the 8 low bits of a tag are theirs
     NeuronStore(const Index & index, std::vector<std::unique_ptr<Device>> & devices, uint64_t tag_bits);
@@ -105,6 +107,9 @@ public:
     void next_wave(NeuronRun & run, int n_threads);
     void release(NeuronRun & run); // whatever it holds; also after a failure
     ls_error error() const;
+    // first group of the wave that belongs to no earlier rounding block than `group` does; one past the block of `group`
+    static uint32_t block_start(const NeuronRun & run, uint32_t group);
+    static uint32_t block_end(const NeuronRun & run, uint32_t group);
 
     void on_read(const ReadRequest & request, int error);
 
@@ -133,6 +138,8 @@ private:
     void form_layers();
     void form_pools();
     uint64_t share_of(const Pool & pool, uint64_t n_bytes) const;
+    uint32_t min_slots(const Pool & pool) const;
+    static uint32_t block_of(const NeuronRun & run, uint32_t group);
     uint8_t * memory(uint32_t unit) const;
     bool take_wave_locked(NeuronRun & run, std::vector<uint32_t> & missing);
     bool pin_locked(NeuronRun & run, const NeuronLayer & layer, uint32_t unit, std::vector<uint32_t> & missing);

@@ -1,6 +1,8 @@
 // What the store is made of: layers, pools of equal slots, resident parts, capacity.
 #include "neurons.h"
 
+#include "ggml-cpu.h"
+
 #include <algorithm>
 #include <cstring>
 
@@ -38,6 +40,11 @@ void NeuronStore::form_layers() {
         l.matrix.n_rows    = s.n_embd;
         l.matrix.n_neurons = s.n_ff;
         l.accumulate = accumulate_kernel(best_kernel_set(), s.down.type);
+        const ggml_type input = ggml_get_type_traits_cpu(s.down.type)->vec_dot_type;
+        if (input != GGML_TYPE_F32) {
+            l.rounding_type  = input == GGML_TYPE_Q8_1 ? GGML_TYPE_Q8_0 : input; // the same rounding, and a way back
+            l.rounding_block = uint32_t(ggml_blck_size(input));
+        }
         layers_.push_back(std::move(l));
     }
 }
@@ -102,11 +109,22 @@ uint64_t NeuronStore::share_of(const Pool & pool, uint64_t n_bytes) const {
     return n_bytes >= all ? own : uint64_t(double(n_bytes) * (double(own) / double(all)));
 }
 
+// One rounding block of neurons that all lie in different clusters, and a few more.
+uint32_t NeuronStore::min_slots(const Pool & pool) const {
+    uint32_t n = 0;
+    for (const NeuronLayer & l : layers_) {
+        if (&pools_[l.pool] == &pool) {
+            n = std::max(n, std::min(std::max(kMaxGroup, l.rounding_block), l.shape->n_clusters) + 8);
+        }
+    }
+    return std::min(n, pool.n_units);
+}
+
 uint64_t NeuronStore::min_cache_bytes() const {
     const uint64_t all = all_cache_bytes();
     uint64_t n = 0;
     for (const Pool & p : pools_) { // the share of every pool must reach its minimum
-        const uint64_t least = std::min(kMinSlots, p.n_units) * p.slot_bytes + page_size();
+        const uint64_t least = min_slots(p) * p.slot_bytes + page_size();
         n = std::max(n, uint64_t(double(least) * double(all) / double(page_ceil(p.slot_bytes * p.n_units))) + page_size());
     }
     return std::min(n, all);
@@ -258,7 +276,7 @@ void NeuronStore::pin_hot_locked() {
         Pool & p = pools_[l.pool];
         const double share = kHotShare * std::min(1.0, double(p.cache->n_slots()) / p.n_units);
         const uint32_t n = std::min(l.shape->n_hot, uint32_t(share * l.shape->n_clusters));
-        for (uint32_t c = 0; c < n && p.cache->n_slots() > kMinSlots + p.cache->n_pinned(); ++c) {
+        for (uint32_t c = 0; c < n && p.cache->n_slots() > min_slots(p) + p.cache->n_pinned(); ++c) {
             const uint32_t unit = l.first_unit + c;
             if (state_[unit] == kReady) {
                 p.cache->pin(unit - p.first_unit);

@@ -73,7 +73,7 @@ struct Session {
 
     std::atomic<const ggml_tensor *> acquired{nullptr}; // the acquire node that is done
     MoeRun runs[kRuns];
-    NeuronRun neuron_runs[kNeuronRuns];
+    NeuronRun neuron_runs[2 * kNeuronRuns]; // of the sums, and of the decisions of layout faithful
 
     size_t tiled_bytes_per_thread = 0;
     std::vector<uint8_t> tiled_scratch;
