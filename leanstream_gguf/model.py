@@ -30,6 +30,7 @@ from .runtime import ModelHandle  # noqa: E402
 from .stats import Memory, Stats  # noqa: E402
 
 _Parent = llama_cpp.llama.Llama
+LEAN_SUFFIX = ".lean.gguf"
 
 
 class StreamedContext(internals.LlamaContext):
@@ -175,6 +176,17 @@ def _refuse(options: dict[str, Any]) -> None:
         warnings.warn(text, LeanStreamWarning, stacklevel=4)
 
 
+def _tell_cost(handle: ModelHandle, config: StreamConfig) -> None:
+    """Say what a lossy fidelity was measured to cost, once, as a warning."""
+    if config.fidelity != "threshold":
+        return
+    settings = [s for s in handle.plan_in_force()["lean"]["thresholds"] if config.max_kl is None or s["max_kl"] <= config.max_kl * (1 + 1e-6)]
+    chosen = max(settings, key=lambda s: s["max_kl"]) if config.max_kl else min(settings, key=lambda s: s["max_kl"])
+    cost = f"a KL divergence of {chosen['kl']:.3g} nats (limit {chosen['max_kl']:g})"
+    text = f"fidelity threshold: this setting was measured to cost {cost}"
+    warnings.warn(text, LeanStreamWarning, stacklevel=5)
+
+
 class Llama(_Parent):
     """llama_cpp.Llama under a hard memory budget, with the same output.
 
@@ -205,7 +217,9 @@ class Llama(_Parent):
         self.stream = StreamHandle(None, None, None)
         if stream is not None and not isinstance(stream, StreamConfig):
             raise ArgumentError(f"stream must be a StreamConfig, not {type(stream).__name__}")
-        if (memory_budget is None and stream is None) or options.get("vocab_only"):
+        # llama.cpp cannot read a repacked file by itself
+        plain = memory_budget is None and stream is None and not os.fspath(model_path).endswith(LEAN_SUFFIX)
+        if plain or options.get("vocab_only"):
             with construction:
                 super().__init__(model_path, **options)
             return
@@ -244,6 +258,7 @@ class Llama(_Parent):
         else:
             handle.baseline_bytes += self.scores.nbytes
         measure.activate(handle, budget, config)
+        _tell_cost(handle, config)
         self.stream = StreamHandle(handle, config, budget)
         for text in handle.plan_in_force().get("warnings", ()):
             warnings.warn(text, LeanStreamWarning, stacklevel=3)

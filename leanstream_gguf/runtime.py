@@ -16,7 +16,7 @@ from typing import Any
 from . import probe
 from ._lib import check, native, take_string
 from .errors import ArgumentError, StateError
-from .settings import IO_BACKENDS, StreamConfig, check_policy
+from .settings import FIDELITIES, IO_BACKENDS, StreamConfig, check_policy
 from .stats import Memory, Stats
 
 _live_lock = threading.Lock()
@@ -293,4 +293,6 @@ def _options(config: StreamConfig) -> Any:
     options.direct_io = int(config.direct_io)
     options.chunk_bytes = config.chunk_bytes
     options.n_ring_slots = config.ring_slots
+    options.fidelity = FIDELITIES[config.fidelity]
+    options.max_kl = config.max_kl or 0.0
     return options

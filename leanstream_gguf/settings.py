@@ -21,6 +21,7 @@ POLICIES: dict[str, dict[str, tuple[float, float]]] = {  # name -> parameter -> 
     "lfu": {"half_life": (1, 2**31)},
     "slru": {"protected_share": (0.0, 1.0)},
 }
+FIDELITIES: dict[str, int] = {"exact": 0, "faithful": 1, "threshold": 2}  # -> ls_options.fidelity
 IO_BACKENDS: dict[str, int] = {"auto": 0, "pread": 1, "uring": 2}  # -> ls_options.io_backend
 
 BudgetKind = Literal["bytes", "share", "span", "auto", "min", "full"]
@@ -141,7 +142,7 @@ def check_policy(name: str, params: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """How a model is streamed. Every default is safe; none of these changes a bit of the output.
+    """How a model is streamed. Every default is safe; only `fidelity` can change the output.
 
     Attributes:
         cache_budget: size of the expert cache alone (`"44MiB"`, bytes, `"25%"` of the experts, `"min"`); None lets
@@ -155,11 +156,15 @@ class StreamConfig:
         ring_slots: layers' worth of read-ahead buffers for streamed dense weights, 0 = chosen, at least 2.
         chunk_bytes: largest single read, a multiple of 4096; 0 = chosen.
         repack: keep weights in llama.cpp's repacked form. Only False for now.
-        fidelity: only `exact`, which gives the bytes of the unstreamed model.
+        fidelity: `exact` (default) computes every neuron that fires. The others need a repacked file and cost quality, which
+            the file has measured: `faithful` lets a 2-bit sketch of the deciding projection name the candidates, `threshold`
+            counts small activations as zero.
+        max_kl: for `threshold`: the setting measured for the largest KL divergence up to this one, in nats; None = the
+            smallest that the file holds.
 
     Raises:
         ArgumentError: a value out of range.
-        UnsupportedError: `repack=True` or another fidelity, naming what it would need.
+        UnsupportedError: `repack=True`, naming what it would need.
     """
 
     cache_budget: CacheBudget | int | str | None = None
@@ -173,6 +178,7 @@ class StreamConfig:
     chunk_bytes: int | str = 0
     repack: bool = False
     fidelity: str = "exact"
+    max_kl: float | None = None
 
     def __post_init__(self) -> None:
         chunk_bytes = parse_bytes(self.chunk_bytes, name="chunk_bytes")
@@ -199,6 +205,10 @@ class StreamConfig:
         if self.repack:
             raise UnsupportedError("repack=True is not supported yet: streamed weights keep the file's layout")
         check_fidelity(self.fidelity)
+        if self.max_kl is not None and (isinstance(self.max_kl, bool) or not 0 < self.max_kl < float("inf")):
+            raise ArgumentError(f"max_kl must be a positive number, not {self.max_kl!r}")
+        if self.max_kl is not None and self.fidelity != "threshold":
+            raise ArgumentError(f"max_kl belongs to fidelity 'threshold', not {self.fidelity!r}")
 
     @property
     def parsed_cache(self) -> CacheBudget | None:
@@ -211,16 +221,13 @@ class StreamConfig:
 
 
 def check_fidelity(name: str) -> None:
-    """Refuse a fidelity other than `exact`.
+    """Refuse a word that is no fidelity.
 
     Raises:
-        UnsupportedError: a fidelity that needs a repacked file. ArgumentError: an unknown word.
+        ArgumentError: with the words that are.
     """
-    if name == "exact":
-        return
-    if name in ("faithful", "lossy"):
-        raise UnsupportedError(f"fidelity {name!r} streams single neurons and needs a repacked file; only 'exact' works")
-    raise ArgumentError(f"fidelity must be 'exact', not {name!r}")
+    if name not in FIDELITIES:
+        raise ArgumentError(f"unknown fidelity {name!r}; there are {', '.join(FIDELITIES)}")
 
 
 def env_defaults(environ: Mapping[str, str] | None = None) -> tuple[Budget | None, CacheBudget | None]:

@@ -68,12 +68,18 @@ class Stats(_FromStruct):
     cache_capacity_bytes: int
     used_buffered_io: int
     n_waves: int
+    neurons_fired: int
+    neurons_fired_bytes: int
+    cluster_hits: int
+    cluster_misses: int
+    cluster_capacity_bytes: int
 
     @property
     def hit_ratio(self) -> float | None:
-        """Share of expert uses that found the expert resident; for models without experts, of layers that were ready."""
-        if self.hits + self.misses:
-            return _ratio(self.hits, self.hits + self.misses)
+        """Share of uses of experts and neuron clusters that found them resident; without both, of layers that were ready."""
+        hits, misses = self.hits + self.cluster_hits, self.misses + self.cluster_misses
+        if hits + misses:
+            return _ratio(hits, hits + misses)
         return _ratio(self.dense_hits, self.dense_hits + self.dense_waits)
 
     @property
@@ -122,6 +128,7 @@ _GAUGES = frozenset(
         "budget_bytes",
         "cached_experts",
         "cache_capacity_bytes",
+        "cluster_capacity_bytes",
         "used_buffered_io",
         "hit_ratio",
         "bytes_per_token",

@@ -74,7 +74,7 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: Capture) -> None:
         (["run", "-m", "none.gguf", "-p", "x\udcff"], 2, "argument"),
         (["plan", "-m", "none.gguf", "--threads", "100000"], 2, "argument"),
         (["verify", "-m", "none.gguf", "--ctx", "4294967296"], 2, "argument"),
-        (["verify", "-m", "none.gguf", "--fidelity", "lossy"], 4, "unsupported"),
+        (["verify", "-m", "none.gguf", "--max-kl", "0.1"], 2, "argument"),
         (["verify", "-m", "none.gguf", "--cache", "0"], 2, "argument"),
     ],
 )

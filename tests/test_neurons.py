@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from lean_files import make_lean
-from support import assert_same_bytes, logits, sample_tokens, streamed, unstreamed
+from support import CONTEXT, assert_same_bytes, logits, sample_tokens, streamed, unstreamed
 
 pytestmark = [
     pytest.mark.native,
@@ -71,7 +71,7 @@ def lean(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 def test_logits_at_every_budget(lean: Callable[..., Path], tiny: Tiny, name: str) -> None:
     from leanstream_gguf import StreamConfig
 
-    path = lean(name)
+    path = lean(name, cluster_size=1)  # a rounding block of a K-quant is half a layer here: it must fit without the rest
     with streamed(path, "full", **SHAPE) as llm:
         expected = logits(llm, TOKENS, N_PROMPT)
     assert kl(reference(tiny(name)), expected) < MAX_KL
@@ -117,6 +117,86 @@ def test_one_read_for_an_expert(lean: Callable[..., Path]) -> None:
         stats = llm.stream.stats()
         assert stats.misses > 0
         assert stats.n_reads == stats.misses + len(TOKENS)  # and one row of the embedding a token
+
+
+# ---- fidelity --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dense_arcee", "dense_tied"])
+def test_faithful_with_every_neuron_a_candidate_is_exact(lean: Callable[..., Path], name: str) -> None:
+    from leanstream_gguf import StreamConfig
+
+    with streamed(lean(name), "full", **SHAPE) as llm:
+        expected = logits(llm, TOKENS, N_PROMPT)
+    config = StreamConfig(fidelity="faithful")
+    with streamed(lean(name, faithful=True), "min", stream=config, **SHAPE) as llm:
+        assert_same_bytes(logits(llm, TOKENS, N_PROMPT), expected)
+
+
+def test_faithful_candidates_come_from_the_sketch(lean: Callable[..., Path], tiny: Tiny) -> None:
+    from leanstream_gguf import StreamConfig
+
+    config = StreamConfig(fidelity="faithful")
+    with streamed(lean("dense_arcee", faithful=True, margin=1e9), "full", stream=config, **SHAPE) as llm:
+        logits(llm, TOKENS, N_PROMPT)
+        everything = llm.stream.stats().neurons_fired
+    with streamed(lean("dense_arcee", faithful=True, margin=0.5), "full", stream=config, **SHAPE) as llm:
+        expected = logits(llm, TOKENS, N_PROMPT)
+        assert llm.stream.stats().neurons_fired < everything
+        plan = llm.stream.plan()
+        low, high = plan["minimum_budget_bytes"], plan["full_budget_bytes"]
+        for budget in (low, (low + high) // 2):
+            llm.stream.set_budget(budget)
+            assert_same_bytes(logits(llm, TOKENS, N_PROMPT), expected)
+    assert kl(reference(tiny("dense_arcee")), expected) < 4 * MAX_KL
+
+
+@pytest.mark.parametrize("name", ["dense_tied", "dense_gemma3"])
+def test_thresholds_trade_neurons_for_kl(lean: Callable[..., Path], tiny: Tiny, name: str) -> None:
+    from leanstream_gguf import StreamConfig
+
+    path = lean(name, thresholds=((0.01, 1e-6), (0.1, 0.05), (0.5, 0.3)))
+    fired, divergence = [], []
+    for max_kl in (None, 0.1, 10.0):
+        with streamed(path, "full", stream=StreamConfig(fidelity="threshold", max_kl=max_kl), **SHAPE) as llm:
+            found = logits(llm, TOKENS, N_PROMPT)
+            fired.append(llm.stream.stats().neurons_fired)
+        divergence.append(kl(reference(tiny(name)), found))
+        with streamed(path, "min", stream=StreamConfig(fidelity="threshold", max_kl=max_kl), **SHAPE) as llm:
+            assert_same_bytes(logits(llm, TOKENS, N_PROMPT), found)
+    assert fired[0] > fired[1] > fired[2] > 0
+    assert divergence[0] < MAX_KL and divergence[0] < divergence[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "message"),
+    [
+        ({}, {"fidelity": "faithful"}, "layout exact"),
+        ({"faithful": True}, {}, "layout faithful"),
+        ({}, {"fidelity": "threshold"}, "no measured thresholds"),
+        ({"thresholds": ((0.2, 0.1),)}, {"fidelity": "threshold", "max_kl": 0.1}, "KL of 0.2, none up to 0.1"),
+        (None, {"fidelity": "threshold"}, "leanstream repack"),
+    ],
+)
+def test_fidelity_that_the_file_does_not_offer(
+    lean: Callable[..., Path], tiny: Tiny, options: dict[str, Any] | None, config: dict[str, Any], message: str
+) -> None:
+    from leanstream_gguf import StreamConfig
+    from leanstream_gguf.errors import UnsupportedError
+
+    path = tiny("dense_arcee") if options is None else lean("dense_arcee", **options)
+    with pytest.raises(UnsupportedError, match=message), streamed(path, "full", stream=StreamConfig(**config), **SHAPE):
+        pass
+
+
+def test_a_lean_file_streams_without_being_asked(lean: Callable[..., Path]) -> None:
+    import leanstream_gguf
+
+    with streamed(lean("dense_arcee"), "full", **SHAPE) as llm:
+        expected = logits(llm, TOKENS, N_PROMPT)
+    settings = {**CONTEXT, **SHAPE, "logits_all": True, "verbose": False}
+    with leanstream_gguf.Llama(str(lean("dense_arcee")), **settings) as llm:
+        assert_same_bytes(logits(llm, TOKENS, N_PROMPT), expected)
 
 
 # ---- damaged files ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import warnings
 from typing import Any
 
 from ..errors import LeanStreamError, LeanStreamWarning
-from ..settings import ENV_CACHE, ENV_MEMORY, IO_BACKENDS, POLICIES, Budget, CacheBudget, StreamConfig
+from ..settings import ENV_CACHE, ENV_MEMORY, FIDELITIES, IO_BACKENDS, POLICIES, Budget, CacheBudget, StreamConfig
 
 INTERRUPTED = 130
 
@@ -52,7 +52,7 @@ def add_context(parser: argparse.ArgumentParser) -> None:
 
 
 def add_streaming(parser: argparse.ArgumentParser) -> None:
-    """Options that change how bytes are read and kept, never the output."""
+    """Options that change how bytes are read and kept, which never changes the output, and the one that can."""
     group = parser.add_argument_group("streaming (none of these changes the output)")
     group.add_argument("--policy", choices=sorted(POLICIES), default="lfu", help="what the expert cache keeps; default lfu")
     group.add_argument("--io-threads", type=int, default=0, metavar="N", help="reading threads; default chosen")
@@ -60,6 +60,9 @@ def add_streaming(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--io-backend", choices=sorted(IO_BACKENDS), default="auto", help="how to read; default auto")
     group.add_argument("--buffered", action="store_true", help="read through the page cache instead of bypassing it")
     group.add_argument("--ring-slots", type=int, default=0, metavar="N", help="read-ahead buffers for layers; default chosen")
+    group = parser.add_argument_group("fidelity (all but exact need a repacked file and cost quality, as measured in it)")
+    group.add_argument("--fidelity", choices=list(FIDELITIES), default="exact", help="which neurons are computed; default exact")
+    group.add_argument("--max-kl", type=float, metavar="NATS", help="with threshold: the measured setting up to this KL divergence")
 
 
 def stream_config(args: argparse.Namespace) -> StreamConfig:
@@ -76,6 +79,8 @@ def stream_config(args: argparse.Namespace) -> StreamConfig:
         io_backend=args.io_backend,
         direct_io=not args.buffered,
         ring_slots=args.ring_slots,
+        fidelity=args.fidelity,
+        max_kl=args.max_kl,
     )
 
 

@@ -20,7 +20,6 @@ def add_parser(commands: Any) -> None:
     )
     _common.add_model(parser)
     parser.add_argument("--reference", metavar="FILE", help="compare with this file, the source of a repacked one; default: the model")
-    parser.add_argument("--fidelity", default="exact", metavar="MODE", help="what to hold the model to: exact (the same bytes)")
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="tokens of the prompt; default 512")
     parser.add_argument("-n", "--tokens", type=int, default=64, metavar="N", help="tokens after it, one by one; default 64")
     parser.add_argument("-f", "--file", metavar="FILE", help="prompt text; default: built in")
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         text=_text(args.file),
         all_rows=args.all_rows,
         wish=ContextWish(args.ctx, args.batch, args.ubatch, args.threads, args.flash_attn),
-        stream={**stream, "direct_io": not args.buffered, "ring_slots": args.ring_slots},
+        stream={**stream, "direct_io": not args.buffered, "ring_slots": args.ring_slots, "max_kl": args.max_kl},
     )
     document = verify(request)
     if args.json:
