@@ -180,7 +180,9 @@ def _tell_cost(handle: ModelHandle, config: StreamConfig) -> None:
     """Say what a lossy fidelity was measured to cost, once, as a warning."""
     if config.fidelity != "threshold":
         return
-    settings = [s for s in handle.plan_in_force()["lean"]["thresholds"] if config.max_kl is None or s["max_kl"] <= config.max_kl * (1 + 1e-6)]
+    settings = [
+        s for s in handle.plan_in_force()["lean"]["thresholds"] if config.max_kl is None or s["max_kl"] <= config.max_kl * (1 + 1e-6)
+    ]
     chosen = max(settings, key=lambda s: s["max_kl"]) if config.max_kl else min(settings, key=lambda s: s["max_kl"])
     cost = f"a KL divergence of {chosen['kl']:.3g} nats (limit {chosen['max_kl']:g})"
     text = f"fidelity threshold: this setting was measured to cost {cost}"
