@@ -48,6 +48,11 @@ bool Engine::activated() const {
 // ---- plan and budget -----------------------------------------------------------------------------------------------
 
 PlanInput Engine::plan_input(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t cache_bytes) const {
+    Lock lock(mutex_);
+    return plan_input_locked(fixed, budget_bytes, cache_bytes);
+}
+
+PlanInput Engine::plan_input_locked(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t cache_bytes) const {
     PlanInput in;
     in.fixed_bytes    = fixed.sum();
     in.resident_bytes = weights.resident_bytes();
@@ -80,7 +85,7 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
     if (weights.all().empty() || sessions_.empty()) {
         throw Error(LS_ERR_STATE, "the model is opened but not loaded, or has no context yet: load it and make one first");
     }
-    const Plan plan = make_plan(plan_input(fixed, budget_bytes, cache_bytes));
+    const Plan plan = make_plan(plan_input_locked(fixed, budget_bytes, cache_bytes));
     weights.freeze();
 
     const size_t n_groups = weights.groups.size();
@@ -221,7 +226,7 @@ void Engine::set_budget(uint64_t budget_bytes, uint64_t cache_bytes) {
         throw Error(LS_ERR_STATE, "the model is not activated yet");
     }
     wait_reconfigured_locked(lock);
-    const Plan plan = make_plan(plan_input(fixed_, budget_bytes, cache_bytes));
+    const Plan plan = make_plan(plan_input_locked(fixed_, budget_bytes, cache_bytes));
     check_kept_locked(kept_, plan);
     budget_bytes_ = budget_bytes;
     cache_bytes_  = cache_bytes;
@@ -296,7 +301,7 @@ void Engine::charge_locked(Lock & lock, Session & session) {
     FixedMemory fixed = fixed_;
     fixed.kv      += session.kv_bytes;
     fixed.compute += session.fixed_bytes();
-    const Plan plan = make_plan(plan_input(fixed, budget_bytes_, cache_bytes_));
+    const Plan plan = make_plan(plan_input_locked(fixed, budget_bytes_, cache_bytes_));
     check_kept_locked(kept_, plan);
     session.charged = true;
     fixed_ = fixed;

@@ -119,6 +119,7 @@ private:
     enum Kind : uint64_t { kResident = 0, kGroup = 1, kPart = 2, kRows = 3, kNeurons = 4, kRecord = 5 };
     static uint64_t tag(Kind kind, uint64_t id) { return id << 3 | kind; }
 
+    PlanInput plan_input_locked(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t cache_bytes) const;
     void apply_locked(Lock & lock, const Plan & plan);
     // loads: the reads of newly pinned groups, for the caller to submit
     void apply_dense_locked(const Plan & plan, std::vector<std::vector<ReadRequest>> & loads);
