@@ -82,6 +82,13 @@ class ArgumentError(LeanStreamError, ValueError):
     exit_status = 2
 
 
+class UnknownIdError(ArgumentError):
+    """What was named does not exist, or does not any more."""
+
+    code = "unknown_id"
+    http_status = 404
+
+
 class ModelFileError(LeanStreamError, ValueError):
     """Base of everything that is wrong with a model file (llama_cpp raises ValueError for these)."""
 
@@ -193,6 +200,12 @@ class StateError(LeanStreamError, RuntimeError):
     http_status = 409
 
 
+class StoreError(LeanStreamError, OSError):
+    """The file of conversations or a download folder cannot be used."""
+
+    code = "store"
+
+
 class InternalError(LeanStreamError, RuntimeError):
     """A bug in this package."""
 
@@ -238,7 +251,8 @@ def from_status(status: int, message: str, **fields: Any) -> LeanStreamError:
 
 def from_dict(document: dict[str, Any]) -> LeanStreamError:
     """The exception that `to_dict()` described, in another process."""
-    known: list[type[LeanStreamError]] = [*BY_STATUS.values(), ModelFileError, LibraryError, CalibrationError, RepackError]
+    others = [ModelFileError, LibraryError, CalibrationError, RepackError, StoreError, UnknownIdError]
+    known: list[type[LeanStreamError]] = [*BY_STATUS.values(), *others]
     classes = {cls.code: cls for cls in known}
     fields = {key: document.get(key) for key in ("path", "offset", "used", "limit", "sys_errno")}
     return classes.get(document["code"], InternalError)(document["message"], **fields)
