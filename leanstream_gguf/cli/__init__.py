@@ -9,6 +9,7 @@ from collections.abc import Sequence
 # name -> module. Modules import what is heavy inside run(), so that --help answers at once.
 COMMANDS = {
     "run": ".run",
+    "chat": ".chat",
     "serve": ".serve",
     "plan": ".plan",
     "inspect": ".inspect",
@@ -27,7 +28,7 @@ exit status: 0 success; 1 verification failed or another error; 2 wrong argument
 examples:
   leanstream plan -m model.gguf                       what fits here, and how fast it would be
   leanstream run -m model.gguf -p "Once upon a time" --memory 2GiB
-  leanstream run -m model.gguf --memory auto          chat
+  leanstream chat                                     a window or page that finds your models
   leanstream serve -m model.gguf --memory 2GiB        for OpenAI's clients, on 127.0.0.1:8000
   leanstream verify -m model.gguf --memory min        prove that streaming changes no bit
   leanstream calibrate -m model.gguf                  which neurons fire
