@@ -87,6 +87,21 @@ install_system_packages() {
     [ -n "$(find_python)" ] || die "Python 3.11 or newer is needed; set PYTHON=/path/to/python3"
 }
 
+# Chromium for the tests of the chat page; about 100 MB to download.
+install_browser() {
+    cd "$ROOT" && mkdir -p build
+    if command -v "${LEANSTREAM_TEST_CHROMIUM:-chromium}" >/dev/null; then
+        step "chromium: there"
+    elif command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+        step "chromium: installing"
+        export DEBIAN_FRONTEND=noninteractive
+        run_logged apt-get update
+        run_logged apt-get install -y --no-install-recommends chromium
+    else
+        die "no chromium. As root: apt-get update && apt-get install -y chromium; or set LEANSTREAM_TEST_CHROMIUM to one"
+    fi
+}
+
 # ---- Python environment ----
 
 make_venv() {

@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
 # Everything a change must pass: the set-up of quickstart.sh, lint, the native tests, then pytest.
 #
-#   bash scripts/test.sh [--setup-only] [--no-native] [--sanitize] [--slow] [pytest arguments]
+#   bash scripts/test.sh [--setup-only] [--no-native] [--sanitize] [--browser] [--slow] [pytest arguments]
 #
 # --sanitize runs the native tests under the address and the thread sanitizer too (builds ggml twice more).
+# --browser gets Chromium and playwright for the tests of the chat page, which are skipped without them.
 # --slow (or LEANSTREAM_SLOW=1) adds the tests that take minutes, such as the comparison with an unpatched build.
 set -euo pipefail
 # shellcheck source=scripts/setup_common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/setup_common.sh"
 
-native=1 sanitize=0 setup_only=0
+native=1 sanitize=0 browser=0 setup_only=0
 pytest_args=()
 for arg in "$@"; do
     case $arg in
         --setup-only) setup_only=1 ;;
         --no-native) native=0 ;;
         --sanitize) sanitize=1 ;;
+        --browser) browser=1 ;;
         *) pytest_args+=("$arg") ;;
     esac
 done
@@ -31,7 +33,12 @@ native_tests() {
     ctest --test-dir "$folder" --output-on-failure --timeout 300
 }
 
-set_up server,dev
+extras=server,dev
+if [ "$browser" = 1 ]; then
+    extras+=,browser
+    install_browser
+fi
+set_up "$extras"
 if [ "$setup_only" = 1 ]; then
     step "ready: .venv/bin/leanstream, .venv/bin/pytest"
     exit

@@ -1,13 +1,15 @@
 """Fixtures that every test may use: toy models, larger test models where they exist, a clean environment.
 
 Markers: `slow` runs only with --slow; `native` needs the built libraries; `model` needs files that are not part of the
-repository and is skipped, with a list at the end of the run, where they are missing; `device` needs a GPU.
+repository and is skipped, with a list at the end of the run, where they are missing; `device` needs a GPU; `browser` needs
+Chromium and is skipped, and listed, likewise.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ MARKERS = {
     "native": "needs the built native libraries",
     "model": "needs model files outside the repository",
     "device": "needs a GPU",
+    "browser": "needs Chromium and playwright: scripts/test.sh --browser gets them",
 }
 KEPT_VARIABLES = ("LEANSTREAM_TEST_", "LEANSTREAM_LIB", "LEANSTREAM_LLAMA_SOURCE")
 MISSING = pytest.StashKey[dict[str, str]]()
@@ -54,7 +57,7 @@ def pytest_report_header() -> list[str]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     missing = config.stash[MISSING]
     if missing:
-        terminalreporter.section("SKIPPED FOR WANT OF MODELS", yellow=True)
+        terminalreporter.section("SKIPPED FOR WANT OF MODELS OR PROGRAMS", yellow=True)
         for what, where in missing.items():
             terminalreporter.line(f"{what}: {where}")
 
@@ -150,6 +153,17 @@ def gemma_model(request: pytest.FixtureRequest) -> Path:
     found = [p for folder in (ROOT / "models", models_folder()) for p in sorted(folder.rglob("*[gG]emma-3-270*.gguf"))]
     path = found[0] if found else ROOT / "models" / "gemma-3-270m"
     return _require(request.config, "gemma_model", path, "run scripts/get_demo_model.py --model gemma3-270m")
+
+
+@pytest.fixture(scope="session")
+def chromium(request: pytest.FixtureRequest) -> Path:
+    """A Chromium to drive: LEANSTREAM_TEST_CHROMIUM, or Debian's."""
+    remedy = "run scripts/test.sh --browser"
+    if importlib.util.find_spec("playwright") is None or importlib.util.find_spec("axe_playwright_python") is None:
+        request.config.stash[MISSING]["tests of the chat page"] = f"playwright and axe are not installed; {remedy}"
+        pytest.skip(f"playwright and axe are not installed; {remedy}")
+    path = Path(os.environ.get("LEANSTREAM_TEST_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium")
+    return _require(request.config, "tests of the chat page", path, remedy)
 
 
 @pytest.fixture
