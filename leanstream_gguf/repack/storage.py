@@ -16,7 +16,7 @@ from .blocks import Bytes
 from .gguf_file import Header, TensorInfo
 
 _CALL_BYTES = 64 << 20  # of one system call; some refuse 2 GiB
-WHOLE_BYTES = 256 << 20  # a tensor up to this size may be held in memory; rows of larger ones are read one by one
+WHOLE_BYTES = 160 << 20  # a tensor up to this size may be held in memory; rows of larger ones are read one by one
 
 
 def allocate(n_bytes: int) -> Bytes:
