@@ -103,7 +103,18 @@ class TestCommands:
     ) -> None:
         model, record = calibrated
         out, back = tmp_path / "x.lean.gguf", tmp_path / "back.gguf"
-        command = ["repack", str(model), str(out), "--calibration", str(record), "--layout", layout, "--quiet", "--json"]
+        command = [
+            "repack",
+            str(model),
+            str(out),
+            "--calibration",
+            str(record),
+            "--layout",
+            layout,
+            "--quiet",
+            "--json",
+            "--no-verify-run",
+        ]
         assert cli.main(command) == 0
         done = last_json(capsys)
         assert done["layout"] == layout and len(done["layers"]) + len(done["left_alone"]) == 4
@@ -120,10 +131,21 @@ class TestCommands:
 
     def test_experts_need_no_record(self, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         out = tmp_path / "x.lean.gguf"
-        assert cli.main(["repack", str(tiny("moe_qwen3")), str(out), "--quiet"]) == 0
+        assert cli.main(["repack", str(tiny("moe_qwen3")), str(out), "--quiet", "--verify-run"]) == 0
         assert "layers of experts bundled" in capsys.readouterr().out
         assert cli.main(["inspect", "-m", str(out)]) == 0
         assert "each expert one read" in capsys.readouterr().out
+
+    def test_a_file_that_computes_something_else_gets_no_name(
+        self, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from leanstream_gguf import verify
+
+        found = {"passed": False, "bit_identical": False, "kl_mean": 1e-5, "kl_noise_floor": 1e-3, "n_tokens": 1}
+        monkeypatch.setattr(verify, "verify", lambda request: found)
+        assert cli.main(["repack", str(tiny("moe_qwen3")), str(tmp_path / "x.lean.gguf"), "--quiet"]) == 8
+        assert "does not compute what" in capsys.readouterr().err
+        assert not (tmp_path / "x.lean.gguf").exists()
 
     @pytest.mark.parametrize(
         ("arguments", "status", "words"),
@@ -159,7 +181,7 @@ class TestCommands:
         self, calibrated: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         model, record = calibrated
-        command = ["repack", str(model), str(tmp_path / "x.lean.gguf"), "--calibration", str(record), "--quiet"]
+        command = ["repack", str(model), str(tmp_path / "x.lean.gguf"), "--calibration", str(record), "--quiet", "--no-verify-run"]
         assert cli.main([*command, "--down-type", "q4_0", "--from-source", str(model)]) == 0
         assert "lossy: down projections requantised, relative error" in capsys.readouterr().out
         assert cli.main(["unpack", str(tmp_path / "x.lean.gguf"), str(tmp_path / "y.gguf"), "--quiet"]) == 0

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ..repack.repack import Repacked
 
 
+CLOSE = 2.0  # times the noise floor: what a short run may show of a file that is right
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "repack",
@@ -41,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify-run",
         action=argparse.BooleanOptionalAction,
-        default=False,
+        default=True,
         help="run the new file against the source before it gets its name (it is read back and compared in any case)",
     )
     parser.add_argument("--force", action="store_true", help="replace an existing file")
@@ -101,9 +104,11 @@ def _check(args: argparse.Namespace) -> Any:
 
     def check(path: str) -> dict[str, Any]:
         lossy = args.down_type is not None
-        fidelity = "faithful" if LeanFile(path).layout == "faithful" else "exact"
+        layout = LeanFile(path).layout
+        fidelity = "faithful" if layout == "faithful" else "exact"
         found = verify(Request(model=path, reference=args.source, fidelity=fidelity, n_prompt=128, n_generate=16))
-        if not found["passed"] and not lossy:
+        close = found["passed"] or (layout != "experts" and found["kl_mean"] <= CLOSE * found["kl_noise_floor"])
+        if not close and not lossy:
             message = f"{path} does not compute what {args.source} does: mean KL {found['kl_mean']:.3g}, noise floor "
             raise RepackError(message + f"{found['kl_noise_floor']:.3g}", path=path, remedy="please report this; nothing was renamed")
         return {key: found[key] for key in ("passed", "bit_identical", "kl_mean", "kl_noise_floor", "n_tokens")}
