@@ -16,7 +16,7 @@ from ..settings import POLICIES, Budget, CacheBudget, check_fidelity, check_poli
 from . import fidelity
 from .host import ModelHost
 from .llama import ServedLlama
-from .metrics import INTERVAL, Sampler
+from .metrics import INTERVAL, Sampler, error_of
 from .requests import ConfigChange, LoadRequest
 from .sse import EventStream
 
@@ -35,26 +35,27 @@ def _sampler(request: Request) -> Sampler:
 
 @router.get("/health", summary="Whether requests are answered", tags=["Stream"])
 async def health(request: Request) -> Response:
-    host = _host(request)
-    state, degraded = host.state, host.degraded()
+    host, latest = _host(request), await _sampler(request).latest()
+    state = host.state
+    degraded = await asyncio.to_thread(host.degraded) if state == "ready" else None
     body: dict[str, Any] = {"status": "degraded" if state == "ready" and degraded else state, "reason": degraded, "model": host.alias}
     if state == "loading":
-        load = host.loading() or {}
+        load = latest["load"] or {}
         body |= {"reason": "the model is being loaded", "progress": load.get("progress"), "seconds_left": load.get("seconds_left")}
     elif state != "ready":
         reasons = {"empty": "no model is loaded", "stopping": "the server is stopping", "failed": str(host.error)}
-        body |= {"reason": reasons[state], "error": _sampler(request).snapshot()["error"]}
+        body |= {"reason": reasons[state], "error": error_of(host.error)}
     return JSONResponse(body, 200 if state == "ready" else 503)
 
 
 @router.get("/metrics", summary="Prometheus metrics", tags=["Stream"], response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    return Response(_sampler(request).prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await _sampler(request).prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/v1/stream/stats", summary="State, memory and rates now", tags=["Stream"])
 async def stats(request: Request) -> dict[str, Any]:
-    return _sampler(request).snapshot()
+    return await _sampler(request).snapshot()
 
 
 @router.get("/v1/stream/history", summary="The last minute", tags=["Stream"])
@@ -68,9 +69,9 @@ async def events(request: Request, interval: float = Query(default=INTERVAL, ge=
 
     async def source() -> AsyncIterator[dict[str, Any] | str]:
         while not host.stopping:
-            yield sampler.snapshot()
+            yield await sampler.snapshot()
             await asyncio.sleep(interval)
-        yield sampler.snapshot()
+        yield await sampler.snapshot()
 
     return EventStream(source())
 

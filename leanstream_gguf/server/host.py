@@ -45,14 +45,20 @@ class Loading:
         return report
 
     def _bytes(self) -> tuple[int, int]:
+        """(read, to read); (0, 0) until the budget is in force, and after a failure closed the model."""
         handle = self.llm._handle if self.llm is not None else None
         if handle is None:
             return 0, 0
         try:
-            memory = handle.memory()
-            return handle.stats().load_bytes, memory.resident_bytes + memory.pinned_bytes
-        except LeanStreamError:  # not planned yet, or closed by a failure
+            stats = handle.stats()
+            if not stats.load_bytes and not stats.cache_capacity_bytes and not stats.resident_now_bytes:
+                return 0, 0
+            plan, memory = handle.plan(), handle.memory()
+        except LeanStreamError:
             return 0, 0
+        streams = "experts" in plan["mode"]  # then the cache fills when experts are used
+        total = memory.resident_bytes + memory.pinned_bytes + (0 if streams else memory.cache_bytes)
+        return min(total, max(stats.load_bytes, stats.read_bytes)), total  # read_bytes: until activation has counted them
 
 
 class ModelHost:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -60,6 +61,7 @@ class Sampler:
         self._model: Any = None
         self._last = [0, 0]
         self._sequence = 0
+        self._lock = threading.Lock()
         self._task: asyncio.Task[None] | None = None
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
@@ -75,8 +77,19 @@ class Sampler:
 
     async def _run(self) -> None:
         while True:
-            self.samples.append(self.snapshot())
+            self.samples.append(await self.snapshot())
             await asyncio.sleep(INTERVAL)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The state now, rates over the last WINDOW; the object of /v1/stream/stats.
+
+        Taken in a thread: while weights are loaded, the runtime may keep its counters to itself for a moment.
+        """
+        return await asyncio.to_thread(self._snapshot)
+
+    async def latest(self) -> dict[str, Any]:
+        """The last sample, which costs no wait; at most INTERVAL and what a sample takes old."""
+        return self.samples[-1] if self.samples else await self.snapshot()
 
     def tokens(self) -> tuple[int, int]:
         """Prompt and completion tokens of the server's whole life."""
@@ -98,9 +111,14 @@ class Sampler:
         except LeanStreamError:  # being closed by the model's thread
             return None, None
 
-    def snapshot(self) -> dict[str, Any]:
-        """The state now, rates over the last WINDOW; the object of /v1/stream/stats."""
+    def _snapshot(self) -> dict[str, Any]:
         stats, memory = self.stream()
+        load = self.host.loading()
+        degraded = self.host.degraded()
+        with self._lock:
+            return self._report(stats, memory, load, degraded)
+
+    def _report(self, stats: Stats | None, memory: Memory | None, load: Any, degraded: str | None) -> dict[str, Any]:
         prompt, completion = self.tokens()
         now = time.monotonic()
         self._remember(now, prompt, completion, stats)
@@ -111,10 +129,10 @@ class Sampler:
             "sequence": self._sequence,
             "uptime_seconds": round(time.time() - self.started, 3),
             "state": self.host.state,
-            "degraded": self.host.degraded(),
+            "degraded": degraded,
             "model": self.host.alias,
-            "error": _error(error),
-            "load": self.host.loading(),
+            "error": error_of(error),
+            "load": load,
             "budget_bytes": stats.budget_bytes if stats else 0,
             "memory": memory.to_dict() if memory else None,
             "rss_bytes": probe.resident_bytes(),
@@ -163,10 +181,14 @@ class Sampler:
 
     # ---- Prometheus -------------------------------------------------------------------------------------------------
 
-    def prometheus(self) -> str:
+    async def prometheus(self) -> str:
         """Prometheus text exposition."""
+        return await asyncio.to_thread(self._prometheus)
+
+    def _prometheus(self) -> str:
         stats, memory = self.stream()
-        prompt, completion = self.tokens()
+        with self._lock:
+            prompt, completion = self.tokens()
         state = self.host.state
         lines = ["# TYPE leanstream_requests_total counter"]
         lines += [f'leanstream_requests_total{{route="{r}",status="{s}"}} {n}' for (r, s), n in sorted(self.requests.items())]
@@ -197,7 +219,7 @@ def _difference(now: Stats, before: Stats) -> Stats:
     return Stats(**{item.name: getattr(now, item.name) - getattr(before, item.name) for item in fields(Stats)})
 
 
-def _error(error: BaseException | None) -> dict[str, Any] | None:
+def error_of(error: BaseException | None) -> dict[str, Any] | None:
     if error is None:
         return None
     from .errors import describe

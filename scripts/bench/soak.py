@@ -31,6 +31,7 @@ from memcap import MemoryGroup, Watcher
 HERE = Path(__file__).resolve().parent
 START_S = 180.0
 TIMEOUT_S = 300.0
+MAX_REPEATS = 12
 TOPICS = [
     "rivers",
     "clocks",
@@ -141,15 +142,28 @@ def ask(port: int, body: dict[str, Any], log: Log, *, abandon: bool) -> None:
         connection.close()
 
 
+def warm_up(port: int, workload: dict[str, Any]) -> None:
+    """The longest question with the longest answer: touches all memory that the others will."""
+    body = {"messages": [{"role": "user", "content": question("instruments", "instruments", MAX_REPEATS)}], "stream": True}
+    log = Log()
+    ask(port, body | {"max_tokens": workload["max_tokens"] + 8}, log, abandon=False)
+    if log.errors:
+        raise RuntimeError(f"the first request failed: {dict(log.errors)}")
+
+
+def question(first: str, second: str, repeats: int) -> str:
+    return f"Tell me about {first} and {second}. " + "Be brief. " * repeats
+
+
 def client(number: int, port: int, workload: dict[str, Any], log: Log, end: float) -> None:
     """Ask until `end`; the questions depend on the client's number only."""
     dice = random.Random(number)
     n_asked = 0
     while time.monotonic() < end:
         n_asked += 1
-        question = f"Tell me about {dice.choice(TOPICS)} and {dice.choice(TOPICS)}. " + "Be brief. " * dice.randrange(12)
+        text = question(dice.choice(TOPICS), dice.choice(TOPICS), dice.randrange(MAX_REPEATS))
         body = {
-            "messages": [{"role": "user", "content": question}],
+            "messages": [{"role": "user", "content": text}],
             "max_tokens": dice.randint(1, workload["max_tokens"]),
             "seed": dice.randrange(1 << 30),
             "stream": True,
@@ -160,6 +174,7 @@ def client(number: int, port: int, workload: dict[str, Any], log: Log, end: floa
 
 def run_clients(port: int, workload: dict[str, Any], group: MemoryGroup | None = None) -> Log:
     """All clients at once for the workload's time, memory sampled every half second."""
+    warm_up(port, workload)
     log, start = Log(), time.monotonic()
     end = start + workload["seconds"]
     threads = [threading.Thread(target=client, args=(n, port, workload, log, end)) for n in range(workload["clients"])]
