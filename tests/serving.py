@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 WAIT_S = 60.0
+LETTERS = "root ::= [a-z] root"  # a toy model's bytes are text, so that each is sent at once, and no answer ends early
 CHAT = {"messages": [{"role": "user", "content": "the quick brown fox"}], "temperature": 0, "max_tokens": 8}
 
 

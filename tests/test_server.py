@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import CHAT, Running, serving, until
+from lean_files import make_lean
+from serving import CHAT, LETTERS, Running, serving, until
 from support import streamed
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("native")]
@@ -104,23 +105,51 @@ def test_policy_and_cache_change_live(server: Running) -> None:
 
 
 def test_what_a_file_offers_is_listed_with_its_measured_cost() -> None:
-    from leanstream_gguf.server.fidelity import EXACT, choices
+    from leanstream_gguf.server.fidelity import choices
 
-    assert choices({}) == choices({"leanstream.calibration": "no JSON"}) == [EXACT]
+    plain = choices(None, {})
+    assert [(item["name"], item["exact"], item["quality"]) for item in plain] == [("exact", True, None)]
     record = {
         "noise_floor": 4e-4,
         "n_tokens": 4096,
         "faithful": {"kl": 5e-4, "perplexity_change": 0.002, "share_fired": 0.05, "within_noise_floor": False},
         "settings": [{"max_kl": 0.01, "kl": 0.009, "perplexity_change": 0.01, "share": 0.1, "recall": 0.9, "thresholds": {"0": 1.0}}],
     }
-    exact, faithful, threshold = choices({"leanstream.layout": "faithful", "leanstream.calibration": json.dumps(record)})
-    assert exact == EXACT and exact["exact"] and not faithful["exact"]
+    metadata = {"leanstream.calibration": json.dumps(record)}
+    (faithful,) = choices({"layout": "faithful", "thresholds": []}, metadata)
     assert (faithful["name"], faithful["quality"]["kl"], faithful["quality"]["noise_floor"]) == ("faithful", 5e-4, 4e-4)
-    assert (threshold["name"], threshold["max_kl"], threshold["quality"]["perplexity_change"]) == ("threshold", 0.01, 0.01)
-    assert [item["name"] for item in choices({"leanstream.layout": "exact", "leanstream.calibration": json.dumps(record)})] == [
-        "exact",
-        "threshold",
-    ]
+    lean = {"layout": "exact", "thresholds": [{"max_kl": 0.0099999998, "kl": 0.009}, {"max_kl": 0.5, "kl": 0.3}]}
+    _, first, second = choices(lean, metadata)
+    assert (first["name"], first["max_kl"], first["quality"]["perplexity_change"]) == ("threshold", 0.0099999998, 0.01)
+    assert second["quality"] == {"kl": 0.3, "noise_floor": 4e-4, "n_tokens": 4096}
+    assert choices(lean, {"leanstream.calibration": "no JSON"})[1]["quality"]["kl"] == 0.009
+
+
+def test_fidelity_is_switched_by_loading_again(tiny: Tiny, tmp_path: Path) -> None:
+    path = make_lean(tiny("dense_arcee"), tmp_path / "lean.gguf", thresholds=((0.01, 1e-6), (0.5, 0.3)))
+    with serving(path, model_alias="lean") as running:
+        exact = running.text(max_tokens=40)
+        assert [item["name"] for item in running.http.get("/v1/stream/config").json()["fidelity"]["available"]] == [
+            "exact",
+            "threshold",
+            "threshold",
+        ]
+
+        def switch(**change: Any) -> dict[str, Any]:
+            loaded = running.host.llm
+            reply = running.http.post("/v1/stream/config", json=change).json()
+            assert reply["reloading"] is True
+            until(lambda: running.host.state == "ready" and running.host.llm is not loaded, "it is loaded again")
+            found: dict[str, Any] = running.http.get("/v1/stream/config").json()["fidelity"]
+            return found
+
+        assert switch(thresholds={"max_kl": 0.5})["name"] == "threshold"
+        assert running.chat().status_code == 200
+        assert running.http.post("/v1/stream/config", json={"thresholds": {"max_kl": 0.5}}).json()["reloading"] is False
+        assert switch(fidelity="exact") | {"available": []} == {"name": "exact", "max_kl": None, "available": [], "live": False}
+        assert running.text(max_tokens=40) == exact
+        refused = running.http.post("/v1/stream/config", json={"fidelity": "faithful"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "unsupported")
 
 
 def test_stats_stream_and_history_show_the_same_object(server: Running) -> None:
@@ -276,7 +305,7 @@ def test_a_body_of_several_mb_is_served(server: Running) -> None:
 
 # ---- turns, cancellation ------------------------------------------------------------------------------------------------
 
-LONG = {"max_tokens": 240, "n": 16, "repeat_penalty": 1.0, "stream": True}
+LONG = {"max_tokens": 240, "n": 16, "repeat_penalty": 1.0, "stream": True, "grammar": LETTERS}
 
 
 def head_of(data: bytes, path: str = "/v1/chat/completions") -> bytes:
@@ -369,7 +398,7 @@ def test_a_full_queue_is_told_to_come_back(tiny: Tiny) -> None:
 
 def test_a_client_that_reads_nothing_does_not_hold_the_model(tiny: Tiny) -> None:
     with serving(tiny("moe_qwen3"), model_alias="x" * 40_000) as running:  # every chunk names it: more than sockets hold
-        data = json.dumps({**CHAT, "max_tokens": 200, "stream": True}).encode()
+        data = json.dumps({**CHAT, "max_tokens": 200, "stream": True, "grammar": LETTERS}).encode()
         counts = running.app.state.sampler.requests
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -16,12 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import CHAT, serving, until
+from serving import CHAT, LETTERS, serving, until
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("native")]
 
 Tiny = Callable[..., Path]
-LETTERS = "root ::= [a-z] root | [a-z]"  # a toy model's bytes are text, so that each is sent at once
 
 
 # ---- loading ------------------------------------------------------------------------------------------------------------

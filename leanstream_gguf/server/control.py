@@ -85,9 +85,8 @@ def _config(host: ModelHost) -> dict[str, Any]:
         return {"model": host.alias, "active": False, "budget": None, "policy": None, "fidelity": None, "thresholds": None}
     plan, config = llm.stream.plan(), llm.stream.config
     assert config is not None
-    offered = fidelity.choices(llm.file_metadata())
+    offered = fidelity.choices(plan.get("lean"), llm.file_metadata())
     steps = [choice for choice in offered if choice["name"] == "threshold"]
-    max_kl = getattr(config, "max_kl", None)
     return {
         "model": host.alias,
         "active": True,
@@ -100,8 +99,8 @@ def _config(host: ModelHost) -> dict[str, Any]:
             "cache": None if config.parsed_cache is None else plan["experts"]["capacity_bytes"],
         },
         "policy": {"name": llm.policy[0], "params": llm.policy[1], "available": POLICIES},
-        "fidelity": {"name": config.fidelity, "max_kl": max_kl, "available": offered, "live": False},
-        "thresholds": {"max_kl": max_kl, "available": steps} if steps else None,
+        "fidelity": {"name": config.fidelity, "max_kl": config.max_kl, "available": offered, "live": False},
+        "thresholds": {"max_kl": config.max_kl, "available": steps} if steps else None,
         "mode": plan["mode"],
     }
 
@@ -133,15 +132,13 @@ def _for_loading(llm: ServedLlama, change: ConfigChange) -> dict[str, Any]:
     max_kl = change.thresholds.max_kl if change.thresholds is not None else None
     wanted = {"fidelity": change.fidelity or "threshold"}
     check_fidelity(wanted["fidelity"])
-    offered = fidelity.choices(llm.file_metadata())
+    offered = fidelity.choices(llm.stream.plan().get("lean"), llm.file_metadata())
     if wanted["fidelity"] not in [choice["name"] for choice in offered]:
         raise UnsupportedError(
             f"this file offers no fidelity {wanted['fidelity']!r}, only {', '.join(sorted({choice['name'] for choice in offered}))}",
             remedy="calibrate and repack the model",
         )
-    changes: dict[str, Any] = dict(wanted)
-    if hasattr(config, "max_kl"):
-        changes["max_kl"] = max_kl if wanted["fidelity"] == "threshold" else None
+    changes: dict[str, Any] = {**wanted, "max_kl": max_kl if wanted["fidelity"] == "threshold" else None}
     return changes if any(getattr(config, name) != value for name, value in changes.items()) else {}
 
 

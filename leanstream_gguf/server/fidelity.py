@@ -6,33 +6,39 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-EXACT: dict[str, Any] = {"name": "exact", "max_kl": None, "exact": True, "quality": None}
 _QUALITY = ("kl", "perplexity_change", "recall", "within_noise_floor")
 
 
-def choices(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a file offers: `exact`, and where it was repacked for them `faithful` and the settings of `threshold`.
+def choices(lean: Mapping[str, Any] | None, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a file offers: `exact` or, with layout faithful, `faithful`, and the settings of `threshold` that it holds.
 
     Args:
-        metadata: of the GGUF file; docs/lean_format.md has the keys.
+        lean: of the plan; None where the file is not rearranged.
+        metadata: of the GGUF file; its calibration record (docs/lean_format.md) has costs that the plan does not repeat.
 
     Returns:
         `{"name", "max_kl", "exact", "quality"}` each; quality holds the measured `kl` (nats) and `perplexity_change` (a share).
     """
     record = _record(metadata)
-    found = [EXACT]
-    if metadata.get("leanstream.layout") == "faithful":
-        found.append({"name": "faithful", "max_kl": None, "exact": False, "quality": _quality(record.get("faithful"), record)})
-    for setting in record.get("settings", ()):
-        found.append({"name": "threshold", "max_kl": setting["max_kl"], "exact": False, "quality": _quality(setting, record)})
+    if lean is not None and lean["layout"] == "faithful":
+        return [_choice("faithful", None, _quality(record.get("faithful"), record))]
+    measured = {setting["max_kl"]: setting for setting in record.get("settings", ())}
+    found = [_choice("exact", None, None)]
+    for setting in (lean or {}).get("thresholds", ()):
+        more: dict[str, Any] = next((known for max_kl, known in measured.items() if abs(max_kl - setting["max_kl"]) < 1e-6), {})
+        found.append(_choice("threshold", setting["max_kl"], _quality({**more, **setting}, record)))
     return found
+
+
+def _choice(name: str, max_kl: float | None, quality: dict[str, Any] | None) -> dict[str, Any]:
+    return {"name": name, "max_kl": max_kl, "exact": name == "exact", "quality": quality}
 
 
 def _record(metadata: Mapping[str, Any]) -> dict[str, Any]:
     try:
         found = json.loads(metadata.get("leanstream.calibration", "{}"))
     except (TypeError, ValueError):
-        return {}  # said where the model is loaded
+        return {}  # not ours to judge: what it says is for people
     return found if isinstance(found, dict) else {}
 
 
