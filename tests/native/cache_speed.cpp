@@ -62,7 +62,7 @@ void measure(const char * name) {
 } // namespace
 
 int main() {
-    for (const char * name : {"lru", "lfu", "slru"}) {
+    for (const char * name : {"lru", "lfu", "slru", "hotcold", "lean"}) {
         measure(name);
     }
 }

@@ -42,7 +42,7 @@ TEST(lru_gives_up_the_longest_unused) {
 }
 
 TEST(cold_units_go_first) {
-    for (const char * name : {"lru", "slru", "lfu"}) {
+    for (const char * name : {"lru", "slru", "lfu", "hotcold", "lean"}) {
         auto p = make(name);
         p->insert(0);
         p->insert(1);
@@ -55,7 +55,7 @@ TEST(cold_units_go_first) {
 
 // A pass over everything comes round in the same order: what was read last is needed last.
 TEST(cold_units_go_latest_first) {
-    for (const char * name : {"lru", "slru", "lfu"}) {
+    for (const char * name : {"lru", "slru", "lfu", "hotcold", "lean"}) {
         auto p = make(name);
         p->insert(0);
         p->insert_cold(1);
@@ -67,7 +67,7 @@ TEST(cold_units_go_latest_first) {
 }
 
 TEST(victim_must_be_allowed) {
-    for (const char * name : {"lru", "slru", "lfu"}) {
+    for (const char * name : {"lru", "slru", "lfu", "hotcold", "lean"}) {
         auto p = make(name);
         CHECK_EQ(p->victim(any), -1); // empty
         for (uint32_t u : {4, 5, 6}) {
@@ -194,8 +194,106 @@ TEST(lru_agrees_with_a_list_for_random_operations) {
     }
 }
 
+TEST(lean_keeps_what_came_near_at_its_last_turn) {
+    auto p = make("lean");
+    const float margin[4] = {2.0f, -0.1f, -5.0f, 1.0f};
+    p->ranked(0, margin, 4);
+    for (uint32_t u : {0, 1, 2, 3}) {
+        p->insert(u);
+    }
+    CHECK_EQ(victims(*p), (Order{2, 1, 3, 0}));
+}
+
+TEST(lean_keeps_what_is_predicted_until_its_turn) {
+    auto p = make("lean");
+    for (uint32_t u : {0, 1, 2}) {
+        p->insert(u);
+    }
+    const float soon[3] = {0.01f, 0.95f, 0.6f};
+    p->predicted(0, soon, 3);
+    CHECK_EQ(p->victim(any), 0);
+    CHECK(p->worth_less(0, 1) && !p->worth_less(1, 0));
+    p->ranked(0, nullptr, 3); // its turn came
+    p->touch(0);
+    p->touch(0);
+    CHECK_EQ(victims(*p), (Order{1, 2, 0}));
+}
+
+TEST(lean_is_not_swept_by_a_scan) {
+    auto p = make("lean", 64, 8);
+    for (int i = 0; i < 8; ++i) {
+        for (uint32_t u : {0, 1, 2, 3}) {
+            i == 0 ? p->insert(u) : p->touch(u);
+        }
+    }
+    uint32_t held = 63;
+    p->insert(held);
+    for (uint32_t u = 4; u < 63; ++u) { // each once, each in place of the one before
+        CHECK_EQ(p->victim(any), held);
+        p->erase(held);
+        p->insert(u);
+        held = u;
+    }
+}
+
+TEST(lean_finds_the_least_key_among_many) {
+    check::Random random(7);
+    auto p = make("lean", 500, 100);
+    std::vector<float> margin(500);
+    std::vector<bool> in(500, false);
+    for (int round = 0; round < 300; ++round) {
+        for (float & m : margin) {
+            m = float(random.below(1000)) / 100.0f - 6.0f;
+        }
+        p->ranked(0, margin.data(), 500);
+        for (int i = 0; i < 40; ++i) {
+            const uint32_t u = random.below(500);
+            if (!in[u]) {
+                p->insert(u);
+            } else if (random.below(2)) {
+                p->touch(u);
+                continue;
+            } else {
+                p->erase(u);
+            }
+            in[u] = !in[u];
+        }
+        const int64_t v = p->victim(any), odd = p->victim([](uint32_t u) { return u % 2 == 1; });
+        for (uint32_t u = 0; u < 500; ++u) {
+            CHECK(v < 0 || !in[u] || !p->worth_less(u, uint32_t(v)));
+            CHECK(odd < 0 || !in[u] || u % 2 == 0 || !p->worth_less(u, uint32_t(odd)));
+        }
+    }
+}
+
+TEST(lean_stays_ordered_after_many_uses) {
+    PolicyParams params;
+    params.half_life = 1; // time grows by one a use, and starts over many times
+    auto p = make("lean", 4, 2, params);
+    p->insert(0);
+    p->insert(1);
+    for (int i = 0; i < 300000; ++i) {
+        p->touch(uint32_t(i & 1));
+    }
+    CHECK_EQ(victims(*p), (Order{0, 1}));
+}
+
+TEST(hotcold_never_gives_up_the_most_used) {
+    auto p = make("hotcold", 16, 4); // two hot ones, chosen after 128 uses
+    for (uint32_t u : {0, 1, 2, 3}) {
+        p->insert(u);
+    }
+    for (int i = 0; i < 62; ++i) {
+        p->touch(1);
+        p->touch(3);
+    }
+    p->touch(0);
+    p->touch(2);
+    CHECK_EQ(victims(*p), (Order{0, 2, 1, 3}));
+}
+
 TEST(names) {
-    for (const char * name : {"lru", "slru", "lfu"}) {
+    for (const char * name : {"lru", "slru", "lfu", "hotcold", "lean"}) {
         CHECK_EQ(std::string(make(name)->name()), name);
     }
     const ls_error e = check::error_of([] { make("mru"); });
@@ -212,7 +310,7 @@ TEST(parameters) {
         {"slru", "{\"protected_share\":0}"}, {"slru", "{\"protected_share\":1}"}, {"slru", "{\"protected_share\":\"x\"}"},
         {"slru", "{\"protected_share\":nan}"}, {"slru", "{\"half_life\":4}"}, {"lfu", "{\"half_life\":0.5}"},
         {"lfu", "{\"half_life\":-1}"}, {"lfu", "{\"half_life\":}"}, {"lfu", "{\"half_life\""}, {"lru", "{\"half_life\":4}"},
-        {"lru", "\""}, {"lfu", "{\"unknown\":1}"}, {"lfu", "half_life=4"},
+        {"lean", "{\"protected_share\":0.5}"}, {"hotcold", "{\"hot_share\":2}"}, {"lru", "\""}, {"lfu", "{\"unknown\":1}"}, {"lfu", "half_life=4"},
     };
     for (const auto & [name, json] : bad) {
         const ls_error e = check::error_of([&] { parse_policy_params(name, json); });

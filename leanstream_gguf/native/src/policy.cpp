@@ -122,6 +122,10 @@ public:
         score_[u] = kCold - double(++time_); // below every unit that was used; the latest first, as in the other policies
         order_.insert({score_[u], u});
     }
+    void insert_ahead(uint32_t u) override {
+        score_[u] = std::max(score_[u], double(time_) / half_life_ - 1e3); // a stranger goes before any unit that was used
+        order_.insert({score_[u], u});
+    }
     void touch(uint32_t u) override { order_.erase({score_[u], u}); use(u); order_.insert({score_[u], u}); }
     void erase(uint32_t u) override { order_.erase({score_[u], u}); }
 
@@ -163,8 +167,51 @@ std::unique_ptr<Policy> make_policy(const std::string & name, const PolicyParams
     if (name == "lfu") {
         return std::make_unique<Lfu>(n_units, params.half_life > 0 ? params.half_life : 32.0 * std::max(1u, n_capacity));
     }
-    throw Error(LS_ERR_ARGUMENT, format("no retention policy '%s'; choose lru, lfu or slru", name.c_str()));
+    if (name == "hotcold") {
+        return make_hotcold_policy(params, n_units, n_capacity);
+    }
+    if (name == "lean") {
+        return make_lean_policy(params, n_units, n_capacity);
+    }
+    throw Error(LS_ERR_ARGUMENT, format("no retention policy '%s'; choose lean, lfu, lru, slru or hotcold", name.c_str()));
 }
+
+namespace {
+
+struct Parameter {
+    const char * policy;
+    const char * key;
+    double PolicyParams::* field;
+    double lowest, highest;
+};
+
+constexpr double kMost = 2147483648.0;
+const Parameter kParameters[] = {
+    {"slru", "protected_share", &PolicyParams::protected_share, 1e-9, 1.0 - 1e-9},
+    {"lfu", "half_life", &PolicyParams::half_life, 1.0, kMost},
+    {"lean", "half_life", &PolicyParams::half_life, 1.0, kMost},
+    {"lean", "margin_weight", &PolicyParams::margin_weight, 0.0, 16.0},
+    {"lean", "prediction_weight", &PolicyParams::prediction_weight, 0.0, 16.0},
+    {"hotcold", "hot_share", &PolicyParams::hot_share, 0.0, 1.0},
+};
+
+void set_parameter(PolicyParams & params, const std::string & policy, const std::string & key, double value) {
+    std::string known;
+    for (const Parameter & p : kParameters) {
+        if (policy != p.policy) {
+            continue;
+        }
+        if (key == p.key && value >= p.lowest && value <= p.highest) {
+            params.*p.field = value;
+            return;
+        }
+        known += format("%s%s in [%g, %g]", known.empty() ? "" : ", ", p.key, p.lowest, p.highest);
+    }
+    throw Error(LS_ERR_ARGUMENT, format("policy %s: bad parameter '%s'; it takes %s", policy.c_str(), key.c_str(),
+        known.empty() ? "none" : known.c_str()));
+}
+
+} // namespace
 
 PolicyParams parse_policy_params(const std::string & name, const std::string & json) {
     PolicyParams p;
@@ -182,14 +229,7 @@ PolicyParams parse_policy_params(const std::string & name, const std::string & j
         char * rest = nullptr;
         const double value = strtod(json.c_str() + colon + 1, &rest);
         const bool is_number = rest != json.c_str() + colon + 1;
-        if (is_number && key == "protected_share" && name == "slru" && value > 0 && value < 1) {
-            p.protected_share = value;
-        } else if (is_number && key == "half_life" && name == "lfu" && value >= 1) {
-            p.half_life = value;
-        } else {
-            throw Error(LS_ERR_ARGUMENT, format("policy %s: bad parameter '%s' (slru: protected_share in (0, 1); lfu: half_life "
-                "of at least 1 use)", name.c_str(), key.c_str()));
-        }
+        set_parameter(p, name, key, is_number ? value : NAN); // NaN is in no range
         at = size_t(rest - json.c_str());
     }
     return p;
