@@ -107,6 +107,48 @@ TEST(promote_raises_every_request_of_a_tag) {
     CHECK_EQ(reads[3].offset, 4 * kPage);
 }
 
+TEST(reads_ahead_go_behind_all_others) {
+    HeldReader r;
+    r.add(1, Priority::speculative, 1);
+    r.add(2, Priority::refined, 2);
+    r.add(3, Priority::load, 3);
+    r.add(4, Priority::demand, 4);
+    r.scheduler->promote(1, Priority::refined);
+    CHECK_EQ(r.finish(), (Tags{1000, 4, 1, 2, 3}));
+}
+
+TEST(withdrawn_reads_are_not_made) {
+    HeldReader r;
+    r.add(1, Priority::speculative, 7);
+    r.add(2, Priority::refined, 7);
+    r.add(3, Priority::speculative, 8);
+    r.add(4, Priority::demand, 9);
+    CHECK(!r.scheduler->withdraw(7, 3)); // one has left the queue already
+    CHECK(!r.scheduler->withdraw(9, 1)); // demand stays
+    CHECK(r.scheduler->withdraw(7, 2));
+    CHECK_EQ(r.finish(), (Tags{1000, 9, 8}));
+}
+
+// Two readers, one of them held inside a demand read: an early guess waits until that is done, a late one does not.
+TEST(an_early_guess_waits_while_demand_is_in_flight) {
+    FakeDevice device(check::random_bytes(64 * kPage, 1));
+    check::Pages memory(64 * kPage);
+    Sink sink;
+    device.points.hold("read 0");
+    Scheduler scheduler(pread_threads(2), sink);
+    scheduler.submit({request(device, 0, memory.data(), Priority::demand, 1)});
+    device.points.wait_for("read 0");
+    scheduler.submit({request(device, 1, memory.data(), Priority::speculative, 2)});
+    scheduler.submit({request(device, 2, memory.data(), Priority::refined, 3)});
+    while (sink.order().empty()) {
+        std::this_thread::yield();
+    }
+    CHECK_EQ(sink.order(), (Tags{3}));
+    device.points.release("read 0");
+    scheduler.drain();
+    CHECK_EQ(sink.order(), (Tags{3, 1, 2}));
+}
+
 TEST(promote_never_lowers) {
     HeldReader r;
     r.add(1, Priority::demand, 1);

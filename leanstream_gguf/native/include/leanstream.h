@@ -126,6 +126,15 @@ typedef struct ls_stats {
     uint64_t cluster_hits;         // clusters found in memory
     uint64_t cluster_misses;       // clusters that had to be waited for
     uint64_t cluster_capacity_bytes; // of the cache of clusters
+    uint64_t n_ahead;              // experts read ahead of their layer's choice
+    uint64_t n_ahead_used;         // of those, used before they were given up
+    uint64_t n_ahead_late;         // of the used ones, still on their way when they were needed
+    uint64_t n_ahead_wasted;       // given up unused
+    uint64_t n_ahead_cancelled;    // dropped before they were read
+    uint64_t ahead_bytes;          // bytes of n_ahead, and so on
+    uint64_t ahead_used_bytes;
+    uint64_t ahead_wasted_bytes;
+    uint64_t ahead_cancelled_bytes;
 } ls_stats;
 
 // ---- process -------------------------------------------------------------------------------------------------------
@@ -173,8 +182,19 @@ LS_API ls_status ls_model_activate(ls_model * model, uint64_t budget_bytes, uint
 // Below the minimum: LS_ERR_BUDGET and nothing changes.
 LS_API ls_status ls_model_set_budget(ls_model * model, uint64_t budget_bytes, uint64_t cache_bytes);
 
-// name: "lru", "lfu", "slru". params_json: "" or e.g. {"protected_share":0.8} for slru, {"half_life":4096} for lfu.
+// name: "lean", "lfu", "lru", "slru", "hotcold". params_json: "" or e.g. {"protected_share":0.8} for slru, {"half_life":4096} for
+// lfu and lean, {"hot_share":0.5} for hotcold.
 LS_API ls_status ls_model_set_policy(ls_model * model, const char * name, const char * params_json);
+
+// Reading ahead of a layer's choice of experts: how many layers to look ahead (0 = off, at most 2) and in how many stages a guess is
+// made (1 = once and for all; more = corrected as the layer comes near). UINT32_MAX = found while running. From the next token on;
+// never changes the output. LS_ERR_ARGUMENT for other numbers.
+LS_API ls_status ls_model_set_speculation(ls_model * model, uint32_t depth, uint32_t stages);
+
+// JSON: {depth, stages (null = found while running), lead (the farthest one read on now: 0 off, 1 one attention block, 2 one layer,
+//   3 two layers ahead), settled, token_ns:[by lead], least_p, ahead_limit, recall:[{lead, at_k, at_2k, n}]} of turns of one token:
+// share of the experts used that were among the k and 2k likeliest guesses, where k were used.
+LS_API ls_status ls_model_speculation_json(ls_model * model, char ** out);
 
 // Keep these experts of a layer resident (ids of the file), replacing earlier pins of that layer; n_ids = 0 unpins.
 // LS_ERR_BUDGET if the pinned experts would leave less than one token's demand of one layer.
@@ -199,6 +219,22 @@ LS_API ls_status ls_context_take_error(ls_model * model, const void * llama_ctx)
 // A ggml_abort_callback for llama_set_abort_callback(ctx, ls_flag_is_set, flag): true while the byte at `flag` is not 0.
 // Another thread can so end a decode within one graph node, and no compute thread waits for an interpreter's lock.
 LS_API bool ls_flag_is_set(void * flag);
+
+// ---- traces --------------------------------------------------------------------------------------------------------
+
+// Record what each token needs, what was predicted and what had arrived, to a new file (layout in trace.h), from the next graph
+// on until ls_model_trace_end(). LS_ERR_STATE: not activated, no experts, or recording already. note_json: members for the file's
+// header such as "\"text\":\"a.txt\"", or NULL.
+LS_API ls_status ls_model_trace_begin(ls_model * model, const char * path, const char * note_json);
+// LS_ERR_READ if the disk did not take all of it. Nothing happens if none is recorded.
+LS_API ls_status ls_model_trace_end(ls_model * model);
+
+// A retention policy, or "belady" (the optimum, which knows the future), over a trace with room for n_capacity units.
+// JSON: {n_tokens, n_uses, n_misses, missed_bytes, n_oversized, ns_per_use}; the first n_warmup_tokens are not counted.
+LS_API ls_status ls_trace_replay_json(const char * path, const char * policy, const char * params_json, uint32_t n_capacity,
+                                      uint64_t n_warmup_tokens, char ** out);
+// JSON: what the trace holds and how well it was predicted (replay.h).
+LS_API ls_status ls_trace_summary_json(const char * path, char ** out);
 
 // ---- measuring -----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,9 @@
 #include "crc32c.h"
 #include "hooks.h"
 #include "model.h"
+#include "json.h"
 #include "probe.h"
+#include "replay.h"
 
 #include <cstring>
 #include <new>
@@ -143,6 +145,17 @@ ls_status ls_model_set_policy(ls_model * model, const char * name, const char * 
     });
 }
 
+ls_status ls_model_set_speculation(ls_model * model, uint32_t depth, uint32_t stages) {
+    return guarded([&] { checked(model, "model").engine.set_speculation(depth, stages); });
+}
+
+ls_status ls_model_speculation_json(ls_model * model, char ** out) {
+    return guarded([&] {
+        char *& text = checked(out, "out");
+        text = copy_string(checked(model, "model").engine.speculation_json());
+    });
+}
+
 ls_status ls_model_pin(ls_model * model, int32_t layer, const int32_t * ids, size_t n_ids) {
     return guarded([&] {
         if (n_ids > 0) {
@@ -150,6 +163,14 @@ ls_status ls_model_pin(ls_model * model, int32_t layer, const int32_t * ids, siz
         }
         checked(model, "model").engine.pin_experts(layer, ids, n_ids);
     });
+}
+
+ls_status ls_model_trace_begin(ls_model * model, const char * path, const char * note_json) {
+    return guarded([&] { checked(model, "model").engine.trace_begin(&checked(path, "path"), note_json ? note_json : ""); });
+}
+
+ls_status ls_model_trace_end(ls_model * model) {
+    return guarded([&] { checked(model, "model").engine.trace_end(); });
 }
 
 ls_status ls_model_plan_json(ls_model * model, uint64_t budget_bytes, uint64_t cache_bytes, uint64_t baseline_bytes, char ** out) {
@@ -180,6 +201,37 @@ ls_status ls_context_take_error(ls_model * model, const void * llama_ctx) {
             session->error = {};
             throw e;
         }
+    });
+}
+
+ls_status ls_trace_replay_json(const char * path, const char * policy, const char * params_json, uint32_t n_capacity,
+                               uint64_t n_warmup_tokens, char ** out) {
+    return guarded([&] {
+        char *& text = checked(out, "out");
+        ReplayOptions options;
+        options.policy          = &checked(policy, "policy");
+        options.params_json     = params_json ? params_json : "";
+        options.n_capacity      = n_capacity;
+        options.n_warmup_tokens = n_warmup_tokens;
+        const ReplayResult r = replay(&checked(path, "path"), options);
+        Json j;
+        {
+            auto o = j.object();
+            j.key("n_tokens").number(r.n_tokens);
+            j.key("n_uses").number(r.n_uses);
+            j.key("n_misses").number(r.n_misses);
+            j.key("missed_bytes").number(r.missed_bytes);
+            j.key("n_oversized").number(r.n_oversized);
+            j.key("ns_per_use").number(r.ns_per_use);
+        }
+        text = copy_string(j.text);
+    });
+}
+
+ls_status ls_trace_summary_json(const char * path, char ** out) {
+    return guarded([&] {
+        char *& text = checked(out, "out");
+        text = copy_string(trace_summary_json(&checked(path, "path")));
     });
 }
 

@@ -6,7 +6,7 @@
 namespace ls {
 
 SlotCache::SlotCache(uint32_t n_units, uint64_t slot_bytes)
-    : slot_bytes_(slot_bytes), space_(slot_bytes * n_units), slot_(n_units, -1), unit_(n_units, -1), pins_(n_units, 0),
+    : slot_bytes_(slot_bytes), space_(slot_bytes * n_units), slot_(n_units, -1), unit_(n_units, -1), pins_(n_units, 0), spared_(n_units, 0),
       policy_(make_policy("lru", {}, n_units, n_units)) {}
 
 void SlotCache::set_policy(std::unique_ptr<Policy> policy) {
@@ -55,7 +55,10 @@ void SlotCache::pack() {
 }
 
 bool SlotCache::evict_one(std::vector<uint32_t> & evicted) {
-    const int64_t u = policy_->victim([this](uint32_t v) { return pins_[v] == 0; });
+    int64_t u = policy_->victim([this](uint32_t v) { return pins_[v] == 0 && !spared_[v]; });
+    if (u < 0) {
+        u = policy_->victim([this](uint32_t v) { return pins_[v] == 0; });
+    }
     if (u < 0) {
         return false;
     }
@@ -68,17 +71,35 @@ bool SlotCache::admit(uint32_t unit, bool cold, std::vector<uint32_t> & evicted)
     if (free_slots_.empty() && !evict_one(evicted)) {
         return false;
     }
-    const uint32_t s = free_slots_.back();
-    free_slots_.pop_back();
-    slot_[unit] = int32_t(s);
-    unit_[s] = int32_t(unit);
-    n_resident_++;
+    take_slot(unit);
     if (cold) {
         policy_->insert_cold(unit);
     } else {
         policy_->insert(unit);
     }
     return true;
+}
+
+bool SlotCache::admit_ahead(uint32_t unit, std::vector<uint32_t> & evicted) {
+    if (free_slots_.empty()) {
+        const int64_t u = policy_->victim([this](uint32_t v) { return pins_[v] == 0 && !spared_[v]; });
+        if (u < 0 || !policy_->worth_less(uint32_t(u), unit)) {
+            return false;
+        }
+        evict(uint32_t(u));
+        evicted.push_back(uint32_t(u));
+    }
+    take_slot(unit);
+    policy_->insert_ahead(unit);
+    return true;
+}
+
+void SlotCache::take_slot(uint32_t unit) {
+    const uint32_t s = free_slots_.back();
+    free_slots_.pop_back();
+    slot_[unit] = int32_t(s);
+    unit_[s] = int32_t(unit);
+    n_resident_++;
 }
 
 void SlotCache::evict(uint32_t unit) {

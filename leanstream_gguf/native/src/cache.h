@@ -37,6 +37,12 @@ public:
     // Give the unit a slot (not yet filled, not pinned). False if pinned units leave none. A unit that was given up for it is
     // appended to evicted. cold: for one pass only, first to go.
     bool admit(uint32_t unit, bool cold, std::vector<uint32_t> & evicted);
+    // The same before its use: false if what would have to go is worth more, spared or pinned.
+    bool admit_ahead(uint32_t unit, std::vector<uint32_t> & evicted);
+    // not to be given up as long as others can be
+    void spare(uint32_t unit, bool value) { spared_[unit] = value; }
+    void ranked(uint32_t first, const float * margin, uint32_t n) { policy_->ranked(first, margin, n); }
+    void predicted(uint32_t first, const float * p, uint32_t n) { policy_->predicted(first, p, n); }
     void touch(uint32_t unit) { policy_->touch(unit); }
     void evict(uint32_t unit);
 
@@ -48,6 +54,7 @@ public:
 private:
     uint8_t * slot_memory(uint32_t slot) const { return space_.base() + slot * slot_bytes_; }
     bool evict_one(std::vector<uint32_t> & evicted);
+    void take_slot(uint32_t unit);
     void pack();
 
     uint64_t slot_bytes_;
@@ -55,6 +62,7 @@ private:
     std::vector<int32_t>  slot_;       // [unit] slot or -1
     std::vector<int32_t>  unit_;       // [slot] unit or -1
     std::vector<uint32_t> pins_;       // [unit]
+    std::vector<uint8_t>  spared_;     // [unit]
     std::vector<uint32_t> free_slots_; // below n_slots_, the next one to use at the back
     std::unique_ptr<Policy> policy_;
     uint32_t n_slots_ = 0;

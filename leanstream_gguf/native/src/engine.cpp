@@ -114,6 +114,7 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
     load_expert_checksums();
     kept_.assign(n_units, false);
     cache_ = std::make_unique<SlotCache>(uint32_t(n_units), weights.largest_expert_bytes());
+    prepare_speculation_locked();
 
     const uint64_t begin = now_ns();
     const IoCounters before = scheduler_->counters();
@@ -185,9 +186,7 @@ void Engine::apply_locked(Lock & lock, const Plan & plan) {
     std::vector<uint32_t> evicted;
     const uint32_t n_slots_before = cache_->n_slots();
     cache_->set_capacity(plan.cache_bytes, evicted);
-    for (uint32_t u : evicted) {
-        drop_parts_locked(u);
-    }
+    note_evicted_locked(evicted);
     if (cache_->n_slots() != n_slots_before) {
         rebuild_cache_policy_locked();
     }
@@ -334,6 +333,7 @@ void Engine::begin(Session & session, const ggml_cgraph * graph) {
         const bool room = !plan_.streams_dense() || n_active_ == 0 || held_at_once_ + session.n_held_at_once <= ring_.slots.size();
         return !reconfiguring_ && room;
     });
+    begin_speculation_locked(session);
     n_active_++;
     held_at_once_ += session.n_held_at_once;
     session.active = true;
@@ -365,6 +365,7 @@ void Engine::end(Session & session) {
     if (plan_.streams_dense() && !session.failed.load()) {
         readahead_locked(last);
     }
+    end_speculation_locked(session);
     session.active = false;
     n_active_--;
     held_at_once_ -= session.n_held_at_once;
@@ -497,6 +498,7 @@ void Engine::get_stats(ls_stats & out) const {
     out.n_waves            += n.n_waves;
     out.stall_ns           += n.stall_ns;
     out.cluster_capacity_bytes = neurons->capacity_bytes();
+    spec_.counters.copy_to(out);
     if (cache_) {
         out.cached_experts       = cache_->n_resident();
         out.cache_capacity_bytes = cache_->capacity_bytes();
@@ -509,6 +511,7 @@ void Engine::reset_stats() {
     Lock lock(mutex_);
     const ls_stats old = stats_;
     stats_ = {};
+    spec_.counters = {};
     ready_hits_.store(0);
     neurons->reset_counters();
     stats_.load_bytes = old.load_bytes;

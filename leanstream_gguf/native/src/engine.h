@@ -9,6 +9,8 @@
 #include "plan.h"
 #include "scheduler.h"
 #include "session.h"
+#include "speculation.h"
+#include "trace.h"
 #include "weights.h"
 
 #include <atomic>
@@ -84,7 +86,8 @@ public:
 
     // ---- experts (engine_moe.cpp)
     // One thread: pin what the run needs, or choose waves; start the reads.
-    void moe_begin(Session & session, MoeRun & run);
+    // logits: [n_experts] of the router for a single token, or nullptr
+    void moe_begin(Session & session, MoeRun & run, const float * logits);
     void moe_end(MoeRun & run);
     // any thread
     void wave_enter(MoeRun & run, uint32_t part);
@@ -95,6 +98,18 @@ public:
     void wait_part(Session & session, MoeRun & run, uint32_t part, const std::vector<uint32_t> & pending, bool count_stall);
     // first byte of the part in memory, or nullptr if its read failed (the session then has the error)
     const uint8_t * part_data(Session & session, const MoeRun & run, uint32_t part, uint32_t k);
+
+    // ---- reading ahead of a layer's choice (speculation.cpp)
+    void note_router(uint32_t layer, const Router & router);
+    void set_speculation(uint32_t depth, uint32_t stages);
+    void trace_begin(const std::string & path, const std::string & note);
+    void trace_end();
+    // inside a graph, lock-free: are guesses of this lead asked for?
+    bool guesses(uint8_t lead) const { return lead <= spec_.lead_now.load(std::memory_order_relaxed); }
+    const Router & router(uint32_t layer) const { return spec_.routers[layer]; }
+    // scores: [n_experts] of the layer, from one token's residual
+    void guessed(Session & session, uint32_t layer, uint8_t lead, const float * scores);
+    std::string speculation_json() const; // as ls_model_speculation_json()
 
     // ---- numbers
     void get_stats(ls_stats & out) const;
@@ -162,6 +177,21 @@ private:
     std::atomic<uint8_t> & part_state(uint32_t unit, uint32_t part) const { return part_state_[unit * MoeLayer::kMaxParts + part]; }
     void wait_locked(Lock & lock, bool count_stall);
 
+    void prepare_speculation_locked();
+    void begin_speculation_locked(Session & session);
+    void end_speculation_locked(Session & session);
+    void read_ahead_guessed_locked(uint32_t layer, uint8_t lead, const std::vector<float> & p);
+    bool admit_ahead_locked(uint32_t unit);
+    bool cancel_ahead_locked(uint32_t layer, uint32_t expert);
+    void promote_unit_locked(uint32_t layer, uint32_t expert, Priority priority);
+    void note_withdrawn_locked(uint32_t unit, uint64_t n_bytes);
+    void note_evicted_locked(const std::vector<uint32_t> & evicted);
+    uint64_t unit_part_bytes(uint32_t unit) const;
+    Arrival arrival_locked(uint32_t unit, uint32_t n_parts) const;
+    void chosen_locked(Session & session, const MoeRun & run, const float * logits, bool pass);
+    void settle_use_locked(uint32_t unit, Arrival arrival);
+    void learn_guesses_locked(Session & session, uint32_t layer, const std::vector<uint32_t> & used);
+
     const Index & index_;
     EngineOptions options_;
     std::vector<std::unique_ptr<Device>> devices_; // [shard]
@@ -208,6 +238,9 @@ private:
     uint64_t n_parts_missing_ = 0;         // parts of all units that are not ready
     std::atomic<bool>     experts_ready_{false};  // every expert is in memory and none can be given up
     std::atomic<uint64_t> ready_hits_{0};
+
+    Speculation spec_;
+    std::vector<float> scores_, margin_;   // of the layer at hand
 
     ls_error read_error_ = {};
     ls_stats stats_ = {};

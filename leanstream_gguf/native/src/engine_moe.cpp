@@ -47,10 +47,7 @@ bool Engine::whole_unit_locked(uint32_t unit, uint32_t n_parts) const {
 bool Engine::admit_locked(uint32_t unit, bool cold) {
     std::vector<uint32_t> evicted;
     const bool ok = cache_->admit(unit, cold, evicted);
-    for (uint32_t u : evicted) {
-        drop_parts_locked(u);
-    }
-    stats_.n_evictions += evicted.size();
+    note_evicted_locked(evicted);
     return ok;
 }
 
@@ -207,8 +204,8 @@ void Engine::unpin_run_locked(MoeRun & run) {
     run.active = false;
 }
 
-void Engine::moe_begin(Session & session, MoeRun & run) {
-    if (experts_ready_.load(std::memory_order_acquire)) {
+void Engine::moe_begin(Session & session, MoeRun & run, const float * logits) {
+    if (experts_ready_.load(std::memory_order_acquire) && !spec_.tracing.load(std::memory_order_relaxed)) {
         run.active = run.wave = false;
         ready_hits_.fetch_add(run.experts.size(), std::memory_order_relaxed);
         return;
@@ -224,6 +221,7 @@ void Engine::moe_begin(Session & session, MoeRun & run) {
     if (session.failed.load()) {
         return;
     }
+    chosen_locked(session, run, logits, is_pass(run, l));
     for (int32_t e : run.experts) {
         const uint32_t unit = l.first_unit + uint32_t(e);
         const bool hit = whole_unit_locked(unit, n_parts);

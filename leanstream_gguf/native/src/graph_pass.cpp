@@ -1,6 +1,7 @@
 #include "graph_pass.h"
 
 #include "engine.h"
+#include "guess_points.h"
 #include "neuron_ops.h"
 #include "neuron_pass.h"
 #include "ops.h"
@@ -25,6 +26,7 @@ public:
     uint32_t run() {
         find_uses();
         neurons_ = find_neurons(graph_, engine_.weights, *engine_.neurons);
+        guess_points_ = find_guess_points(engine_, buffer_type_, graph_);
         for (int i = 0; i < graph_->n_nodes; ++i) {
             ggml_tensor * node = graph_->nodes[i];
             if (rewrite_neurons(node)) {
@@ -33,6 +35,7 @@ public:
             acquire_sources(node, i);
             rewrite(node);
             out_.push_back(node);
+            insert_guesses(node);
         }
         replace_nodes();
         return held_at_once_;
@@ -197,6 +200,8 @@ private:
         p.run   = int8_t(routings_.size() % Session::kRuns);
         ggml_tensor * select = new_node(GGML_TYPE_I32, 1, ids, p, op_select);
         ggml_format_name(select, "leanstream_select_%d", layer);
+        const auto logits = guess_points_.logits.find(ids);
+        select->src[1] = logits == guess_points_.logits.end() ? nullptr : const_cast<ggml_tensor *>(logits->second);
         routings_.push_back({ids, select, p.run, -1});
         return routings_.back();
     }
@@ -243,6 +248,20 @@ private:
         routing.last_product = int(out_.size()); // run() appends the node there
     }
 
+    void insert_guesses(ggml_tensor * node) {
+        const auto found = guess_points_.at.find(node);
+        if (found == guess_points_.at.end()) {
+            return;
+        }
+        for (const auto & [layer, lead] : found->second) {
+            OpParams p = {};
+            p.index = layer;
+            p.part  = int16_t(lead);
+            ggml_tensor * t = new_node(GGML_TYPE_F32, engine_.weights.moe_layers[size_t(layer)].n_experts, node, p, op_guess);
+            ggml_format_name(t, "leanstream_guess_%d_%d", layer, int(lead));
+        }
+    }
+
     void replace_nodes() {
         if (int64_t(out_.size()) + graph_->n_leafs > graph_->size) {
             throw Error(LS_ERR_UNSUPPORTED, format("the graph has %d nodes and leaves no room for %zu more", graph_->n_nodes,
@@ -266,6 +285,7 @@ private:
     std::vector<Routing> routings_;
     struct Quantized { ggml_tensor * input; ggml_type type; ggml_tensor * node; };
     std::vector<Quantized> quantized_;
+    GuessPoints guess_points_;
 };
 
 } // namespace

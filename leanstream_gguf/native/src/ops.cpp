@@ -101,7 +101,7 @@ void op_select(ggml_tensor * dst, int ith, int nth, void *) {
     if (session.tiled_bytes_per_thread) {
         session.tiled_scratch.resize(64 + session.tiled_bytes_per_thread * size_t(nth));
     }
-    engine.moe_begin(session, run);
+    engine.moe_begin(session, run, dst->src[1] ? (const float *) dst->src[1]->data : nullptr);
 }
 
 void op_quantize(ggml_tensor * dst, int ith, int nth, void *) {

@@ -17,8 +17,8 @@ struct OpParams {
 
     ggml_custom_op_params custom;
     Session * session;
-    int32_t   index;     // acquire: dense group; select and product: MoE layer
-    int16_t   part;      // product: part of the layer
+    int32_t   index;     // acquire: dense group; select, product and guess: MoE layer
+    int16_t   part;      // product: part of the layer; guess: its lead
     int8_t    run;       // select and product: which of the session's runs
     int8_t    last;      // product: 1 = the run ends here
     int32_t   n_release;
@@ -37,8 +37,10 @@ void set_op_params(ggml_tensor * node, OpParams params, ggml_custom_op_t fun);
 
 // dst: int32 [1]. Waits until a dense group is in memory and its weights' data pointers are set.
 void op_acquire(ggml_tensor * dst, int ith, int nth, void * userdata);
-// src0 ids: int32 [n_used, n_tokens]; dst: int32 [1]. Groups rows by expert and starts the reads.
+// src0 ids: int32 [n_used, n_tokens], src1 the router's logits or none; dst: int32 [1]. Groups rows by expert and starts the reads.
 void op_select(ggml_tensor * dst, int ith, int nth, void * userdata);
+// src0 residual: float32 [n_embd, 1]; dst: float32 [n_experts] scores of a layer that comes later. Nothing depends on it.
+void op_guess(ggml_tensor * dst, int ith, int nth, void * userdata);
 // src0: float32 [n, n_rows]; dst: int8 [bytes], the rows in the weight's vec_dot type. op_params.part holds the type.
 void op_quantize(ggml_tensor * dst, int ith, int nth, void * userdata);
 // src0 experts [n, m, n_experts], src1 [n, n_used or 1, n_tokens], src2 ids, src3 select node, src4 quantized src1 or none;

@@ -108,6 +108,32 @@ void Scheduler::promote(uint64_t tag, Priority priority) {
     }
 }
 
+bool Scheduler::withdraw(uint64_t tag, uint32_t n) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto first = queue_.lower_bound({Priority::refined, 0}); // what demand wants is not withdrawn
+    const auto is_tagged = [tag](const auto & entry) { return entry.second.tag == tag; };
+    if (std::count_if(first, queue_.end(), is_tagged) != std::ptrdiff_t(n)) {
+        return false;
+    }
+    for (auto it = first; it != queue_.end();) {
+        it = is_tagged(*it) ? queue_.erase(it) : std::next(it);
+    }
+    if (queue_.empty() && in_flight_ == 0) {
+        idle_.notify_all();
+    }
+    return true;
+}
+
+void Scheduler::limit_ahead(uint32_t n) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ahead_limit_ = std::max(1u, n);
+}
+
+uint32_t Scheduler::ahead_limit() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return ahead_limit_;
+}
+
 void Scheduler::drain() {
     std::unique_lock<std::mutex> lock(mutex_);
     idle_.wait(lock, [this] { return (queue_.empty() && in_flight_ == 0) || stop_; });
@@ -130,9 +156,27 @@ IoCounters Scheduler::counters() const {
     return c;
 }
 
+namespace {
+
+bool is_ahead(Priority p) {
+    return p == Priority::refined || p == Priority::speculative;
+}
+
+} // namespace
+
+bool Scheduler::can_pop_locked() const {
+    if (queue_.empty()) {
+        return false;
+    }
+    const Priority p = queue_.begin()->first.first;
+    return !is_ahead(p) || (ahead_in_flight_ < ahead_limit_ && (p == Priority::refined || demand_in_flight_ == 0));
+}
+
 void Scheduler::pop_locked(ReadRequest & out) {
     out = queue_.begin()->second;
     queue_.erase(queue_.begin());
+    demand_in_flight_ += out.priority == Priority::demand;
+    ahead_in_flight_  += is_ahead(out.priority);
     if (in_flight_++ == 0) {
         busy_since_ns_ = now_ns();
     }
@@ -140,7 +184,7 @@ void Scheduler::pop_locked(ReadRequest & out) {
 
 bool Scheduler::take(ReadRequest & out) {
     std::unique_lock<std::mutex> lock(mutex_);
-    work_.wait(lock, [this] { return !queue_.empty() || stop_; });
+    work_.wait(lock, [this] { return can_pop_locked() || stop_; });
     if (stop_) {
         return false;
     }
@@ -150,7 +194,7 @@ bool Scheduler::take(ReadRequest & out) {
 
 bool Scheduler::try_take(ReadRequest & out) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (stop_ || queue_.empty()) {
+    if (stop_ || !can_pop_locked()) {
         return false;
     }
     pop_locked(out);
@@ -174,6 +218,11 @@ void Scheduler::finish(const ReadRequest & request, int64_t result) {
     std::lock_guard<std::mutex> lock(mutex_);
     counters_.n_reads++;
     counters_.n_bytes += result > 0 ? uint64_t(result) : 0;
+    demand_in_flight_ -= request.priority == Priority::demand;
+    ahead_in_flight_  -= is_ahead(request.priority);
+    if (!queue_.empty()) {
+        work_.notify_one(); // one that had to wait for this read
+    }
     if (--in_flight_ == 0) {
         counters_.busy_ns += now_ns() - busy_since_ns_;
         if (queue_.empty()) {

@@ -17,7 +17,9 @@ namespace ls {
 enum class Priority : uint8_t {
     demand    = 0, // compute waits for it, or will within microseconds
     readahead = 1, // the next weights in graph order
-    load      = 2, // activation and budget changes
+    refined   = 2, // ahead of the choice, on a late guess
+    load      = 3, // activation and budget changes
+    speculative = 4, // ahead of the choice, on an early guess: only while the drive does nothing for demand
 };
 
 struct ReadRequest {
@@ -60,6 +62,11 @@ public:
     void submit(const std::vector<ReadRequest> & requests);
     // raise every queued request of this tag to a more urgent priority
     void promote(uint64_t tag, Priority priority);
+    // take the n requests of this tag out of the queue; false, and nothing changes, if one has left it already
+    bool withdraw(uint64_t tag, uint32_t n);
+    // reads ahead of a choice that may be in flight at once
+    void limit_ahead(uint32_t n);
+    uint32_t ahead_limit() const;
     // wait until nothing is queued or in flight
     void drain();
     // drop what is queued, wait for what is in flight; the sink is not told of what was dropped
@@ -77,6 +84,7 @@ public:
     void set_wake(void (*wake)(void *), void * argument);
 
 private:
+    bool can_pop_locked() const;
     void pop_locked(ReadRequest & out);
     void run_pread();
 
@@ -86,6 +94,8 @@ private:
     std::map<std::pair<Priority, uint64_t>, ReadRequest> queue_;
     uint64_t   next_ = 0;
     uint32_t   in_flight_ = 0;
+    uint32_t   demand_in_flight_ = 0, ahead_in_flight_ = 0; // of those
+    uint32_t   ahead_limit_ = 8;
     uint64_t   busy_since_ns_ = 0;
     IoCounters counters_;
     bool       stop_ = false;

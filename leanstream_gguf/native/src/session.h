@@ -78,6 +78,9 @@ struct Session {
     size_t tiled_bytes_per_thread = 0;
     std::vector<uint8_t> tiled_scratch;
     std::vector<std::pair<const ggml_cgraph *, int64_t>> graph_tokens; // of the graphs that may be run again
+    std::atomic<int> guessing{0};      // threads through with the guess at hand
+    uint8_t  lead = 0;                 // farthest lead whose guesses are read on, in this graph
+    bool     measured = false;         // its time tells flow control something
     int64_t  n_tokens = 0;             // of the graph being run
     uint64_t begin_ns = 0;
 };

@@ -29,7 +29,8 @@ bool is_view(const ggml_tensor * node) {
 
 bool streamable(const Weight & w, const ggml_tensor * node, int source) {
     return node->op == GGML_OP_MUL_MAT && source == 0 && node->src[0] == w.tensor && ggml_n_dims(w.tensor) == 2 &&
-        block_of(w.entry->name) >= 0 && w.entry->n_bytes >= kMinDenseBytes;
+        block_of(w.entry->name) >= 0 && w.entry->n_bytes >= kMinDenseBytes &&
+        w.entry->name.find(".ffn_gate_inp.") == std::string::npos; // routers are small, and guesses need them at any time
 }
 
 } // namespace
