@@ -149,6 +149,7 @@ def activate(handle: ModelHandle, budget: Budget, config: StreamConfig) -> None:
     """
     at(handle, budget, config, handle.activate)
     handle.set_policy(config.policy, config.policy_params)
+    handle.set_speculation(*config.speculation)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ nothing in llama_cpp is patched.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import os
@@ -157,8 +158,33 @@ class StreamHandle:
         self.budget, self.config = budget, config
 
     def set_policy(self, name: str, **params: float) -> None:
-        """Change what the expert cache keeps: `lru`, `lfu` (half_life), `slru` (protected_share)."""
+        """Change what the expert cache keeps, from now on.
+
+        Args:
+            name: `lean` (half_life, margin_weight, prediction_weight), `lfu` (half_life), `lru`, `slru` (protected_share) or
+                `hotcold` (hot_share).
+        """
         self._require().set_policy(name, params)
+
+    def set_speculation(self, depth: int | str = "auto", stages: int | str = "auto") -> None:
+        """Change how far ahead experts are guessed and read, from the next token on. Moves reads, never changes the output.
+
+        Args:
+            depth: layers, 0 = off, at most 2; `auto` = what pays, found while running.
+            stages: 1 = a guess is never corrected until demand; `auto` = corrected as its layer comes near.
+
+        Raises:
+            ArgumentError: out of range.
+        """
+        self._require().set_speculation(depth, stages)
+
+    def speculation(self) -> dict[str, Any]:
+        """Depth and stages in force (None = found while running), what was found, and how well guesses met the choices."""
+        return self._require().speculation()
+
+    def tracing(self, path: str | os.PathLike[str], **note: Any) -> contextlib.AbstractContextManager[None]:
+        """A context in which what each token needs, what was predicted and what had arrived is recorded to a new file."""
+        return self._require().tracing(path, **note)
 
     def pin(self, layer: int, ids: Sequence[int]) -> None:
         """Keep these experts of a layer resident, replacing earlier pins of the layer; an empty list unpins."""

@@ -16,7 +16,7 @@ from typing import Any
 from . import probe
 from ._lib import check, native, take_string
 from .errors import ArgumentError, StateError
-from .settings import FIDELITIES, IO_BACKENDS, StreamConfig, check_policy
+from .settings import FIDELITIES, IO_BACKENDS, StreamConfig, check_policy, check_speculation
 from .stats import Memory, Stats
 
 _live_lock = threading.Lock()
@@ -217,6 +217,47 @@ class ModelHandle:
         text = json.dumps(dict(params)) if params else ""
         with self._use() as (_, lib, model):
             check(lib.ls_model_set_policy(model, name.encode(), text.encode()))
+
+    def set_speculation(self, depth: int | str = "auto", stages: int | str = "auto") -> None:
+        """How far ahead experts are guessed and read, from the next token on; never changes the output.
+
+        Args:
+            depth: layers, 0 = off, at most 2; `auto` = what pays, found while running.
+            stages: 1 = a guess is never corrected; `auto` = at every chance.
+
+        Raises:
+            ArgumentError: out of range.
+        """
+        numbers = check_speculation(depth, stages)
+        with self._use() as (_, lib, model):
+            check(lib.ls_model_set_speculation(model, *numbers))
+
+    def speculation(self) -> dict[str, Any]:
+        """Settings and findings of reading ahead (ls_model_speculation_json in leanstream.h)."""
+        with self._use() as (ffi, lib, model):
+            out = ffi.new("char **")
+            check(lib.ls_model_speculation_json(model, out))
+            document: dict[str, Any] = json.loads(take_string(out))
+        return document
+
+    @contextlib.contextmanager
+    def tracing(self, path: str | os.PathLike[str], **note: Any) -> Iterator[None]:
+        """While entered, what each token needs, what was predicted and what had arrived is recorded to a new file.
+
+        Args:
+            note: goes into the file's header.
+
+        Raises:
+            StateError: no experts to trace, or another trace is recorded. ReadError: the disk did not take all of it.
+        """
+        members = json.dumps(note)[1:-1]
+        with self._use() as (_, lib, model):
+            check(lib.ls_model_trace_begin(model, os.fsencode(path), members.encode()))
+        try:
+            yield
+        finally:
+            with self._use() as (_, lib, model):
+                check(lib.ls_model_trace_end(model))
 
     def pin(self, layer: int, ids: Sequence[int]) -> None:
         """Keep these experts of a layer resident, replacing earlier pins of that layer; none unpins.

@@ -17,9 +17,30 @@ ENV_MEMORY = "LEANSTREAM_MEMORY"  # default of memory_budget for install() and t
 ENV_CACHE = "LEANSTREAM_CACHE"  # default of StreamConfig.cache_budget there
 
 POLICIES: dict[str, dict[str, tuple[float, float]]] = {  # name -> parameter -> (lowest, highest)
+    "lean": {"half_life": (1, 2**31), "margin_weight": (0.0, 16.0), "prediction_weight": (0.0, 16.0)},
     "lru": {},
     "lfu": {"half_life": (1, 2**31)},
     "slru": {"protected_share": (0.0, 1.0)},
+    "hotcold": {"hot_share": (0.0, 1.0)},
+}
+MAX_DEPTH = 2  # layers that speculation can look ahead
+AUTO = 2**32 - 1  # ls_model_set_speculation: found while running
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What the expert cache keeps and what is read ahead, as one system does it; None = found while running."""
+
+    policy: str
+    depth: int | None
+    stages: int | None
+
+
+MODES: dict[str, Mode] = {
+    "lean": Mode("lean", None, None),
+    "serial": Mode("lru", 0, 1),  # choose with the exact context, then load; keep the latest: LLM in a flash
+    "early": Mode("lru", 1, 1),  # one guess a layer ahead, not corrected until demand; LRU: Deja Vu
+    "hotcold": Mode("hotcold", 0, 1),  # a static hot set, LRU for the rest: PowerInfer-2
 }
 FIDELITIES: dict[str, int] = {"exact": 0, "faithful": 1, "threshold": 2}  # -> ls_options.fidelity
 IO_BACKENDS: dict[str, int] = {"auto": 0, "pread": 1, "uring": 2}  # -> ls_options.io_backend
@@ -140,6 +161,19 @@ def check_policy(name: str, params: Mapping[str, Any]) -> None:
             raise ArgumentError(f"{name} parameter {key} must be a number from {lowest:g} to {highest:g}, not {value!r}")
 
 
+def check_speculation(depth: int | str, stages: int | str) -> tuple[int, int]:
+    """The numbers that the native library takes; `auto` = found while running.
+
+    Raises:
+        ArgumentError: out of range.
+    """
+    if depth != "auto":
+        _check_range("speculation depth", depth, 0, MAX_DEPTH)  # type: ignore[arg-type]
+    if stages != "auto":
+        _check_range("speculation stages", stages, 1, 64)  # type: ignore[arg-type]
+    return AUTO if depth == "auto" else int(depth), AUTO if stages == "auto" else int(stages)
+
+
 @dataclass(frozen=True)
 class StreamConfig:
     """How a model is streamed. Every default is safe; only `fidelity` can change the output.
@@ -147,8 +181,12 @@ class StreamConfig:
     Attributes:
         cache_budget: size of the expert cache alone (`"44MiB"`, bytes, `"25%"` of the experts, `"min"`); None lets
             the memory budget decide. Ignored by models without experts.
-        policy: what the expert cache keeps: `lru`, `lfu` or `slru`.
-        policy_params: `{"protected_share": 0.8}` for slru, `{"half_life": 4096}` (uses) for lfu.
+        mode: `lean`, or an earlier system for comparison: `serial`, `early`, `hotcold`. Sets policy, depth and
+            stages where they are not given.
+        policy: what the expert cache keeps: `lean`, `lfu`, `lru`, `slru` or `hotcold`.
+        policy_params: `{"protected_share": 0.8}` for slru, `{"half_life": 4096}` (uses) for lfu and lean, and more.
+        depth: layers to look ahead for experts to read before they are chosen, 0 = off, at most 2, `auto` = what pays.
+        stages: how often such a guess is corrected: 1 = never, `auto` = at every chance.
         io_threads: reading threads, 0 = chosen.
         io_depth: reads in flight with io_uring, 0 = chosen.
         io_backend: `auto`, `pread` or `uring`.
@@ -168,8 +206,11 @@ class StreamConfig:
     """
 
     cache_budget: CacheBudget | int | str | None = None
-    policy: str = "lfu"
+    mode: str = "lean"
+    policy: str = ""
     policy_params: Mapping[str, float] = field(default_factory=dict)
+    depth: int | str | None = None
+    stages: int | str | None = None
     io_threads: int = 0
     io_depth: int = 0
     io_backend: str = "auto"
@@ -186,7 +227,7 @@ class StreamConfig:
         object.__setattr__(self, "policy_params", dict(self.policy_params))
         if self.cache_budget is not None:
             object.__setattr__(self, "cache_budget", CacheBudget.parse(self.cache_budget))
-        check_policy(self.policy, self.policy_params)
+        self._resolve_mode()
         _check_range("io_threads", self.io_threads, 0, 256)
         _check_range("io_depth", self.io_depth, 0, 1024)
         _check_range("ring_slots", self.ring_slots, 0, 1024)
@@ -200,6 +241,24 @@ class StreamConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} must be True or False, not {getattr(self, name)!r}")
         self._check_supported()
+
+    def _resolve_mode(self) -> None:
+        if self.mode not in MODES:
+            raise ArgumentError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        mode = MODES[self.mode]
+        object.__setattr__(self, "policy", self.policy or mode.policy)
+        for name in ("depth", "stages"):
+            if getattr(self, name) is None:
+                value = getattr(mode, name)
+                object.__setattr__(self, name, "auto" if value is None else value)
+        check_policy(self.policy, self.policy_params)
+        check_speculation(*self.speculation)
+
+    @property
+    def speculation(self) -> tuple[int | str, int | str]:
+        """Depth and stages, `auto` where they are found while running."""
+        assert self.depth is not None and self.stages is not None
+        return self.depth, self.stages
 
     def _check_supported(self) -> None:
         if self.repack:

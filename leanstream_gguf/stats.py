@@ -73,6 +73,15 @@ class Stats(_FromStruct):
     cluster_hits: int
     cluster_misses: int
     cluster_capacity_bytes: int
+    n_ahead: int
+    n_ahead_used: int
+    n_ahead_late: int
+    n_ahead_wasted: int
+    n_ahead_cancelled: int
+    ahead_bytes: int
+    ahead_used_bytes: int
+    ahead_wasted_bytes: int
+    ahead_cancelled_bytes: int
 
     @property
     def hit_ratio(self) -> float | None:
@@ -102,9 +111,19 @@ class Stats(_FromStruct):
         """Share of the time inside graphs that compute waited for data."""
         return _ratio(self.stall_ns, self.compute_ns)
 
+    @property
+    def overlap_share(self) -> float | None:
+        """Share of the reading time that compute did not wait for."""
+        return max(0.0, 1 - self.stall_ns / self.read_busy_ns) if self.read_busy_ns else None
+
+    @property
+    def wasted_share(self) -> float | None:
+        """Bytes read ahead and given up unused, as a share of all bytes read."""
+        return _ratio(self.ahead_wasted_bytes, self.read_bytes)
+
     def to_dict(self) -> dict[str, Any]:
         """All counters and the derived ratios (None where nothing was counted yet)."""
-        names = ("hit_ratio", "bytes_per_token", "read_bandwidth", "load_bandwidth", "stall_share")
+        names = ("hit_ratio", "bytes_per_token", "read_bandwidth", "load_bandwidth", "stall_share", "overlap_share", "wasted_share")
         return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
     def to_prometheus(self, labels: Mapping[str, str] | None = None, *, prefix: str = "leanstream") -> str:
@@ -135,6 +154,8 @@ _GAUGES = frozenset(
         "read_bandwidth",
         "load_bandwidth",
         "stall_share",
+        "overlap_share",
+        "wasted_share",
     }
 )
 

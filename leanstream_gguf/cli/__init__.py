@@ -14,6 +14,8 @@ COMMANDS = {
     "plan": ".plan",
     "inspect": ".inspect",
     "verify": ".verify",
+    "trace": ".trace",
+    "replay": ".replay",
     "doctor": ".doctor",
     "calibrate": ".calibrate",
     "repack": ".repack",

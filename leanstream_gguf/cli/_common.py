@@ -10,7 +10,7 @@ import warnings
 from typing import Any
 
 from ..errors import LeanStreamError, LeanStreamWarning
-from ..settings import ENV_CACHE, ENV_MEMORY, FIDELITIES, IO_BACKENDS, POLICIES, Budget, CacheBudget, StreamConfig
+from ..settings import ENV_CACHE, ENV_MEMORY, FIDELITIES, IO_BACKENDS, MAX_DEPTH, MODES, POLICIES, Budget, CacheBudget, StreamConfig
 
 INTERRUPTED = 130
 
@@ -54,7 +54,13 @@ def add_context(parser: argparse.ArgumentParser) -> None:
 def add_streaming(parser: argparse.ArgumentParser) -> None:
     """Options that change how bytes are read and kept, which never changes the output, and the one that can."""
     group = parser.add_argument_group("streaming (none of these changes the output)")
-    group.add_argument("--policy", choices=sorted(POLICIES), default="lfu", help="what the expert cache keeps; default lfu")
+    group.add_argument(
+        "--mode", choices=list(MODES), default="lean", help="default lean; the others are earlier systems, for comparison"
+    )
+    group.add_argument("--policy", choices=sorted(POLICIES), default="", help="what the expert cache keeps; default: the mode's")
+    depths = ["auto", *map(str, range(MAX_DEPTH + 1))]
+    group.add_argument("--depth", choices=depths, help="layers to look ahead for experts to read, 0 = off; default: the mode's")
+    group.add_argument("--stages", type=_stages, metavar="N", help="how often such a guess is corrected, 1 = never, or auto")
     group.add_argument("--io-threads", type=int, default=0, metavar="N", help="reading threads; default chosen")
     group.add_argument("--io-depth", type=int, default=0, metavar="N", help="reads in flight with io_uring; default chosen")
     group.add_argument("--io-backend", choices=sorted(IO_BACKENDS), default="auto", help="how to read; default auto")
@@ -65,6 +71,15 @@ def add_streaming(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-kl", type=float, metavar="NATS", help="with threshold: the measured setting up to this KL divergence")
 
 
+def _stages(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def depth(args: argparse.Namespace) -> int | str | None:
+    """--depth as StreamConfig takes it."""
+    return args.depth if args.depth in (None, "auto") else int(args.depth)
+
+
 def stream_config(args: argparse.Namespace) -> StreamConfig:
     """The StreamConfig of `add_streaming()` and `--cache`.
 
@@ -73,7 +88,10 @@ def stream_config(args: argparse.Namespace) -> StreamConfig:
     """
     return StreamConfig(
         cache_budget=None if args.cache is None else CacheBudget.parse(args.cache, name="--cache"),
+        mode=args.mode,
         policy=args.policy,
+        depth=depth(args),
+        stages=args.stages,
         io_threads=args.io_threads,
         io_depth=args.io_depth,
         io_backend=args.io_backend,

@@ -152,7 +152,7 @@ def _utf8(text: str, source: str) -> str:
     return text
 
 
-def _load(args: argparse.Namespace) -> tuple[Llama, float]:
+def load(args: argparse.Namespace) -> tuple[Llama, float]:
     """The model and how many seconds it took."""
     from .. import Llama
     from ..probe import cpu_count
@@ -246,7 +246,7 @@ def _check_sampling(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     _check_sampling(args)
     prompt = _prompt_text(args)
-    llm, load_seconds = _load(args)
+    llm, load_seconds = load(args)
     with llm:
         if prompt is None:
             return _interactive(llm, args)

@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
     _common.budget(args)
     _common.stream_config(args)
-    stream = {"policy": args.policy, "io_threads": args.io_threads, "io_depth": args.io_depth, "io_backend": args.io_backend}
+    ahead = {"mode": args.mode, "policy": args.policy, "depth": _common.depth(args), "stages": args.stages}
+    stream = {**ahead, "io_threads": args.io_threads, "io_depth": args.io_depth, "io_backend": args.io_backend}
     request = Request(
         model=args.model,
         reference=args.reference,
