@@ -71,6 +71,7 @@ ToyModel::ToyModel(const std::string & path, const Streaming & stream) : n_threa
     ls_options options = {};
     options.io_backend = stream.io_backend;
     options.direct_io  = 1;
+    options.fidelity   = stream.fidelity;
     require(ls_install() == LS_OK, "ls_install");
     require(ls_model_open(path.c_str(), &options, &stream_) == LS_OK, "ls_model_open");
     require(ls_load_begin(stream_, 0) == LS_OK, "ls_load_begin");

@@ -36,6 +36,7 @@ struct Streaming {
     uint32_t io_backend  = 1; // pread
     uint32_t n_contexts  = 1;
     int32_t  n_threads   = 2;
+    uint32_t fidelity    = 0;
 
     explicit Streaming(double level = kUnlimited) : level(level) {}
 };
