@@ -6,8 +6,12 @@
 
 namespace ls {
 
+uint64_t Device::granularity() const {
+    return page_size();
+}
+
 int64_t Device::read(uint64_t offset, uint8_t * dest, uint64_t n_bytes) {
-    if ((offset | uint64_t(uintptr_t(dest)) | n_bytes) & (page_size() - 1)) {
+    if ((offset | uint64_t(uintptr_t(dest)) | n_bytes) & (granularity() - 1)) {
         return -EINVAL;
     }
     uint64_t done = 0, best = 0; // where the next call starts, and how far the last one came

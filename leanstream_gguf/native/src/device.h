@@ -11,7 +11,7 @@ class Device {
 public:
     virtual ~Device() = default;
 
-    // Read up to n_bytes at offset into dest; all three multiples of page_size(). Retries short and interrupted reads.
+    // Read up to n_bytes at offset into dest; all three multiples of granularity(). Retries short and interrupted reads.
     // Returns the bytes read, fewer than n_bytes only at the end of the file, or -errno. Thread-safe.
     int64_t read(uint64_t offset, uint8_t * dest, uint64_t n_bytes);
 
@@ -23,6 +23,7 @@ public:
 
     virtual int  descriptor() const { return -1; } // for io_uring; -1 = none
     virtual bool direct() const { return true; }   // false: through the page cache, dropped after each read
+    virtual uint64_t granularity() const; // page_size(), or less where the drive has smaller blocks
     const std::string & path() const { return path_; }
 
 protected:

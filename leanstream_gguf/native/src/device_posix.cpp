@@ -28,11 +28,16 @@ class PosixDevice final : public Device {
 public:
     PosixDevice(const std::string & path, int fd, bool direct) : Device(path), fd_(fd), direct_(direct) {
         fstat(fd_, &opened_);
+        AddressSpace memory(page_size());
+        memory.commit(memory.base(), page_size());
+        // the drive's own blocks are often smaller than a page
+        granularity_ = opened_.st_size >= 1024 && pread(fd_, memory.base() + 512, 512, 512) == 512 ? 512 : page_size();
     }
     ~PosixDevice() override { close(fd_); }
 
     int  descriptor() const override { return fd_; }
     bool direct() const override { return direct_; }
+    uint64_t granularity() const override { return granularity_; }
 
     void after_read(uint64_t offset, uint64_t n_bytes) override {
 #if defined(__linux__)
@@ -65,6 +70,7 @@ private:
 
     int         fd_;
     bool        direct_;
+    uint64_t    granularity_ = 0;
     struct stat opened_ = {};
 };
 

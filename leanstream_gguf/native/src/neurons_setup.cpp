@@ -28,7 +28,10 @@ NeuronStore::NeuronStore(const Index & index, std::vector<std::unique_ptr<Device
     for (const NeuronLayer & l : layers_) {
         largest = std::max(largest, l.shape->stride);
     }
-    alignment_ = page_size();
+    alignment_ = 0;
+    for (const std::unique_ptr<Device> & d : devices_) {
+        alignment_ = std::max(alignment_, d->granularity());
+    }
     buffer_bytes_ = std::max(kReadBytes, page_ceil(largest)) + 2 * page_size();
 }
 
