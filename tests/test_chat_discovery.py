@@ -109,6 +109,14 @@ def test_errors_of_planning_are_kept_and_shown() -> None:
     assert known(book, _model())["error"]["message"] == "not a GGUF file"
 
 
+def test_a_crash_is_shown_but_not_kept_for_the_next_start() -> None:
+    kept = Kept()
+    book = NeedsBook(kept, lambda *_: {"error": {"code": "crashed", "message": "signal 11"}})
+    book.ask([_model()])
+    assert known(book, _model())["error"]["message"] == "signal 11"
+    assert kept.values == {}
+
+
 def test_closing_begins_no_other_plan() -> None:
     release, started, calls = threading.Event(), threading.Event(), []
 

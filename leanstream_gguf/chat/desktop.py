@@ -26,7 +26,7 @@ Icon={icon}
 Terminal=false
 StartupNotify=true
 StartupWMClass=LeanStream
-Categories=Utility;Science;
+Categories=Utility;
 Keywords=LLM;GGUF;llama;AI;chat;
 """
 

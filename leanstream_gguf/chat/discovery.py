@@ -108,9 +108,12 @@ def plan_document(path: str, *arguments: str) -> dict[str, Any]:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PLAN_TIMEOUT_S, check=False)
         document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return {"error": {"code": "timeout", "message": "planning took too long"}}
-    except (OSError, IndexError, ValueError):
-        return {"error": {"code": "crashed", "message": "planning ended without an answer: the file may be damaged"}}
+        return {"error": {"code": "timeout", "message": f"planning took longer than {PLAN_TIMEOUT_S} s"}}
+    except OSError as error:
+        return {"error": {"code": "crashed", "message": f"planning could not be started: {error}"}}
+    except (IndexError, ValueError):
+        words = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return {"error": {"code": "crashed", "message": f"planning ended without an answer: {words[-1][:300]}"}}
     return document
 
 
@@ -130,6 +133,9 @@ def needs_from(document: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_PASSING = ("timeout", "crashed")  # may be otherwise next time: shown, but not kept
+
+
 class NeedsBook:
     """Needs of models, worked out in the background and kept."""
 
@@ -138,6 +144,7 @@ class NeedsBook:
         self._lock = threading.Lock()
         self._waiting: list[FoundModel] = []
         self._busy: str | None = None  # key of the model being planned
+        self._failed: dict[str, dict[str, Any]] = {}  # key -> error, until the program ends
         self._closed = False
 
     def close(self) -> None:
@@ -151,7 +158,7 @@ class NeedsBook:
         with self._lock:
             if self._closed:
                 return
-            queued = {model.key for model in self._waiting} | {self._busy}
+            queued = {model.key for model in self._waiting} | {self._busy} | set(self._failed)
             self._waiting += [model for model in models if model.key not in queued and self._kept.preference(model.key) is None]
             if self._waiting and self._busy is None:
                 self._busy = self._waiting[0].key
@@ -166,6 +173,9 @@ class NeedsBook:
                 model = self._waiting.pop(0)
                 self._busy = model.key
             needs = needs_from(self._plan(model.path, "--memory", "min", "--no-speed"))
+            if needs.get("error", {}).get("code") in _PASSING:
+                self._failed[model.key] = needs
+                continue
             with contextlib.suppress(Exception):  # the store may be closed already
                 self._kept.set_preference(model.key, needs)
 
@@ -175,7 +185,7 @@ class NeedsBook:
         `minimum_bytes` and `full_bytes` count this process in place of the one that planned; `fits` says what the
         memory of this machine allows now: `whole`, `streamed` or `no`.
         """
-        kept: dict[str, Any] | None = self._kept.preference(model.key)
+        kept: dict[str, Any] | None = self._failed.get(model.key) or self._kept.preference(model.key)
         if kept is None or "error" in kept:
             return kept
         more = own_bytes() - int(kept["own_bytes"])

@@ -5,6 +5,7 @@ import { change, open, refreshList, remove, startNew } from "./conversations.js"
 import { attempt, confirmed, toggleMenu } from "./dialogs.js";
 import { $, debounced, fill, h, icon, iconButton } from "./dom.js";
 import { ago, period } from "./format.js";
+import { stop } from "./generate.js";
 import { app, emit, on } from "./state.js";
 
 let renaming = null; // id
@@ -27,7 +28,9 @@ export async function exportAs(item, form) {
 
 export async function removeAsked(item) {
   const sure = await confirmed("Delete conversation?", `“${item.title}” and all its messages will be deleted from this computer.`, "Delete", { danger: true });
-  if (sure) await attempt(() => remove(item.id));
+  if (!sure) return;
+  stop(item);
+  await attempt(() => remove(item.id));
 }
 
 export function startRenaming(id) {
