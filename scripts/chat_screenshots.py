@@ -20,7 +20,8 @@ from chat_page import FLAGS, ChatPage, Program  # noqa: E402 - needs the path ab
 
 QUESTIONS = (
     "What is the sea?",
-    "Write a Python function that finds the longest common prefix of a list of strings. Explain it in a list.",
+    "Name three kinds of clouds.",
+    "Write a Python function that reverses a list, and explain in a short list how it works.",
 )
 
 
@@ -36,7 +37,7 @@ def desktop(browser: Any, program: Program, model: Path) -> None:
     chat.page.locator(".model-card", has_text=model.stem).locator(".needs strong").first.wait_for()
     take(chat.page, "chat-welcome")
     program.load(model, "min+50%")
-    program.defaults(max_tokens=400, temperature=0.3, seed=7)
+    program.defaults(max_tokens=400, temperature=0, seed=7, repeat_penalty=1.1)
     chat.open()
     for question in QUESTIONS:
         chat.new_chat()
@@ -44,7 +45,8 @@ def desktop(browser: Any, program: Program, model: Path) -> None:
         if question == QUESTIONS[-1]:
             chat.wait_growing(500)
             chat.page.press("#budget", "Home")
-            chat.wait_growing(700)
+            chat.page.focus("#prompt")
+            chat.wait_growing(800)
             take(chat.page, "chat")
         chat.wait_answer()
     context.close()

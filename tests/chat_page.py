@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from serving import until
 
-WAIT_S = 90.0
+WAIT_S = 240.0  # generous: a busy machine is no failure
 FLAGS = [
     "--headless",
     "--no-sandbox",
