@@ -45,6 +45,7 @@ class Tally:
         self.loss: list[float] = []
         self.same = True
         self.stats: dict[str, int] = {}
+        self.single_seconds = 0.0
 
     def add(self, rows: Path, source: Path, n_vocab: int, tokens: list[int]) -> None:
         """Logits float32 [n_tokens, n_vocab] of a window; row i predicts token i + 1."""
@@ -62,6 +63,7 @@ class Tally:
         return {
             "kl_mean": float(np.mean(self.kl)), "kl_standard_error": spread, "kl_max": max(self.kl), "same_bytes": self.same,
             "perplexity": float(np.exp(np.mean(self.loss))), "n_tokens": len(self.kl), "counters": self.stats,
+            "single_seconds": self.single_seconds,
         }  # fmt: skip
 
 
@@ -112,6 +114,7 @@ def run(workload: dict[str, Any], text: Path, source: Path) -> dict[str, Tally]:
                 out = Path(folder) / f"{name}.f32"
                 done = verify._work(job(workload, variant, tokens, out))
                 tallies[name].add(out, Path(folder) / "source.f32", done["n_vocab"], tokens)
+                tallies[name].single_seconds += done["decode_seconds"]
                 for key in ("read_bytes", "needed_bytes", "n_reads", "hits", "misses", "n_tokens"):
                     if "stats" in done:
                         tallies[name].stats[key] = tallies[name].stats.get(key, 0) + int(done["stats"][key])
