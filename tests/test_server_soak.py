@@ -12,6 +12,7 @@ import soak
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("native")]
 
 WORKLOAD: dict[str, Any] = {
+    "settings": {"n_ctx": 256, "n_batch": 128, "n_threads": 1, "n_threads_batch": 1},
     "clients": 16,
     "seconds": 10.0,
     "warm_up_seconds": 4.0,
@@ -22,8 +23,7 @@ WORKLOAD: dict[str, Any] = {
 
 
 def test_16_clients_for_a_few_seconds(tiny: Callable[..., Path]) -> None:
-    settings = {"n_ctx": 256, "n_batch": 128, "n_threads": 1, "n_threads_batch": 1}
-    with soak.server(tiny("moe_qwen3"), "min+50%", settings) as port:
+    with soak.server(tiny("moe_qwen3"), "min+50%", WORKLOAD["settings"]) as port:
         log = soak.run_clients(port, WORKLOAD)
         stats = soak.get(port, "/v1/stream/stats")
     report = soak.summary(log, WORKLOAD)

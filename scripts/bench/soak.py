@@ -98,9 +98,17 @@ def server(model: Path, memory: str | int, settings: dict[str, Any], group: Memo
 
 
 def get(port: int, path: str) -> Any:
+    return request(port, "GET", path)
+
+
+def post(port: int, path: str, body: Any) -> Any:
+    return request(port, "POST", path, json.dumps(body))
+
+
+def request(port: int, method: str, path: str, body: str | None = None) -> Any:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
-        connection.request("GET", path)
+        connection.request(method, path, body, {"Content-Type": "application/json"})
         return json.loads(connection.getresponse().read())
     finally:
         connection.close()
@@ -143,10 +151,15 @@ def ask(port: int, body: dict[str, Any], log: Log, *, abandon: bool) -> None:
 
 
 def warm_up(port: int, workload: dict[str, Any]) -> None:
-    """The longest question with the longest answer: touches all memory that the others will."""
-    body = {"messages": [{"role": "user", "content": question("instruments", "instruments", MAX_REPEATS)}], "stream": True}
+    """Fill the context once: all of the KV cache, which the budget charges from the start, is in memory then."""
+    n_ctx, count = workload["settings"]["n_ctx"], 0
+    repeats = MAX_REPEATS
+    while count < n_ctx - 64 and repeats < n_ctx:
+        repeats += 8
+        count = post(port, "/extras/tokenize/count", {"input": question("instruments", "instruments", repeats)})["count"]
+    content = question("instruments", "instruments", repeats - 16)
     log = Log()
-    ask(port, body | {"max_tokens": workload["max_tokens"] + 8}, log, abandon=False)
+    ask(port, {"messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": 8}, log, abandon=False)
     if log.errors:
         raise RuntimeError(f"the first request failed: {dict(log.errors)}")
 
