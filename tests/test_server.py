@@ -104,6 +104,15 @@ def test_policy_and_cache_change_live(server: Running) -> None:
     assert server.chat().status_code == 200
 
 
+def test_looking_ahead_changes_live_and_changes_no_word(server: Running) -> None:
+    expected = server.text(max_tokens=40)
+    assert server.http.post("/v1/stream/config", json={"depth": 0, "stages": 1}).json()["speculation"]["depth"] == 0
+    assert server.text(max_tokens=40) == expected
+    assert server.http.post("/v1/stream/config", json={"depth": 99}).status_code == 400
+    assert server.http.post("/v1/stream/config", json={"depth": "auto"}).json()["speculation"]["depth"] is None
+    assert server.text(max_tokens=40) == expected
+
+
 def test_what_a_file_offers_is_listed_with_its_measured_cost() -> None:
     from leanstream_gguf.server.fidelity import choices
 
@@ -396,7 +405,10 @@ def test_a_full_queue_is_told_to_come_back(tiny: Tiny) -> None:
             thread.join()
 
 
-def test_a_client_that_reads_nothing_does_not_hold_the_model(tiny: Tiny) -> None:
+def test_a_client_that_reads_nothing_does_not_hold_the_model(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from leanstream_gguf.server import sse
+
+    monkeypatch.setattr(sse, "SEND_SECONDS", 600.0)  # it is not dropped for that before the test has looked
     with serving(tiny("moe_qwen3"), model_alias="x" * 40_000) as running:  # every chunk names it: more than sockets hold
         data = json.dumps({**CHAT, "max_tokens": 200, "stream": True, "grammar": LETTERS}).encode()
         counts = running.app.state.sampler.requests

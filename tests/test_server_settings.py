@@ -63,7 +63,22 @@ def test_defaults_stream_and_stay_local() -> None:
 
 def test_flags_of_every_kind() -> None:
     server, models = parsed(
-        *("-m", "a.gguf", "-m", "b.gguf", "--memory", "2GiB", "--n-ctx", "512", "--policy", "slru"),
+        *(
+            "-m",
+            "a.gguf",
+            "-m",
+            "b.gguf",
+            "--memory",
+            "2GiB",
+            "--n-ctx",
+            "512",
+            "--policy",
+            "slru",
+            "--depth",
+            "1",
+            "--stages",
+            "auto",
+        ),
         *("--policy_params", '{"protected_share": 0.5}', "--direct_io", "false", "--tensor_split", "0.5", "0.5"),
         *(
             "--allowed_hosts",
@@ -84,7 +99,7 @@ def test_flags_of_every_kind() -> None:
         assert model.chat_template_kwargs == {"a": 1}
         config = model.stream_config()
         assert (config.policy, config.policy_params, config.direct_io) == ("slru", {"protected_share": 0.5}, False)
-        assert config.chunk_bytes == 2 << 20
+        assert (config.chunk_bytes, config.depth, config.stages) == (2 << 20, 1, "auto")
 
 
 def test_the_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from .. import probe
 from ..errors import StateError, UnsupportedError
 from ..model import StreamHandle
-from ..settings import POLICIES, Budget, CacheBudget, check_fidelity, check_policy
+from ..settings import POLICIES, Budget, CacheBudget, check_fidelity, check_policy, check_speculation
 from . import fidelity
 from .host import ModelHost
 from .llama import ServedLlama
@@ -101,6 +101,7 @@ def _config(host: ModelHost) -> dict[str, Any]:
         "policy": {"name": llm.policy[0], "params": llm.policy[1], "available": POLICIES},
         "fidelity": {"name": config.fidelity, "max_kl": config.max_kl, "available": offered, "live": False},
         "thresholds": {"max_kl": config.max_kl, "available": steps} if steps else None,
+        "speculation": llm.stream.speculation(),
         "mode": plan["mode"],
     }
 
@@ -113,10 +114,16 @@ def _apply(llm: ServedLlama, change: ConfigChange) -> None:
     policy = change.policy or llm.policy[0]
     if change.policy is not None or change.policy_params:
         check_policy(policy, change.policy_params)
+    speculation = stream.speculation()
+    ahead = {name: getattr(change, name) for name in ("depth", "stages") if getattr(change, name) is not None}
+    wanted = {name: "auto" if speculation[name] is None else speculation[name] for name in ("depth", "stages")} | ahead
+    check_speculation(wanted["depth"], wanted["stages"])
     if budget is not None or cache is not None:
         stream.set_budget(budget or stream.budget or "full", cache=cache)
     if change.policy is not None or change.policy_params:
         llm.set_policy(policy, change.policy_params)
+    if ahead:
+        stream.set_speculation(**wanted)
 
 
 def _for_loading(llm: ServedLlama, change: ConfigChange) -> dict[str, Any]:

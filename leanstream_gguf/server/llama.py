@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -64,6 +65,15 @@ class Stop:
         self._flag.value = int(value)
 
 
+def _give_back() -> None:
+    """Return what the C library keeps of freed memory (candidates of every token, the size of the vocabulary) to the system."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc's
+
+
 class Job:
     """One use of the model that can be cancelled from any thread, before, while or after it runs."""
 
@@ -98,6 +108,7 @@ class Job:
             with self._lock:
                 self._stop = None
                 llm.stop.set(False)
+            _give_back()
 
 
 class ServedLlama(Llama):

@@ -254,6 +254,8 @@ class ConfigChange(BaseModel):
     cache: int | str | None = Field(default=None, description="Size of the expert cache alone: 44MiB, bytes, 25% or min")
     policy: str | None = Field(default=None, description="What the expert cache keeps")
     policy_params: dict[str, float] = Field(default_factory=dict)
+    depth: int | Literal["auto"] | None = Field(default=None, description="Layers to look ahead for experts, 0 = off")
+    stages: int | Literal["auto"] | None = Field(default=None, description="How often such a guess is corrected, 1 = never")
     fidelity: str | None = Field(default=None, description="exact, or what the file offers; loads the model again")
     thresholds: Thresholds | None = Field(default=None, description="For fidelity `threshold`")
 

@@ -68,6 +68,11 @@ _StreamSettings: Any = create_model(
 )
 
 
+def _number(value: Any) -> Any:
+    """Where a setting is a number or a word, flags and variables give text."""
+    return int(value) if isinstance(value, str) and value.strip().isdigit() else value
+
+
 class ModelSettings(_StreamSettings):  # type: ignore[misc]
     """One model: llama_cpp.server's settings and how it is streamed.
 
@@ -110,7 +115,7 @@ class ModelSettings(_StreamSettings):  # type: ignore[misc]
         Raises:
             ArgumentError, UnsupportedError: a value it refuses.
         """
-        return StreamConfig(**{item.name: getattr(self, item.name) for item in dataclasses.fields(StreamConfig)})
+        return StreamConfig(**{item.name: _number(getattr(self, item.name)) for item in dataclasses.fields(StreamConfig)})
 
     def changed(self, changes: Mapping[str, Any]) -> ModelSettings:
         """A copy with some settings changed.
