@@ -44,7 +44,7 @@ class LayerCounts:
     sum_abs: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     max_abs: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(HISTOGRAM_BINS, np.int64))
-    mass: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(HISTOGRAM_BINS, np.float64))  # squared values
+    mass: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(HISTOGRAM_BINS, np.float64))  # shares of squared values
 
     def __post_init__(self) -> None:
         if not len(self.fired):
@@ -60,7 +60,10 @@ class LayerCounts:
         if histogram:
             at = bin_of(np.abs(hidden.decided)).reshape(-1)
             self.counts += np.bincount(at, minlength=HISTOGRAM_BINS)
-            self.mass += np.bincount(at, weights=(magnitudes.astype(np.float64) ** 2).reshape(-1), minlength=HISTOGRAM_BINS)
+            squares = magnitudes.astype(np.float64) ** 2
+            # every token counts the same: the first of a text is often a thousand times larger than all others
+            shares = squares / np.maximum(squares.sum(axis=1, keepdims=True), 1e-300)
+            self.mass += np.bincount(at, weights=shares.reshape(-1), minlength=HISTOGRAM_BINS)
 
 
 class Gathered:
