@@ -11,8 +11,9 @@ import contextlib
 import dataclasses
 import inspect
 import os
+import threading
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from ._lib import native
@@ -38,6 +39,7 @@ class StreamedContext(internals.LlamaContext):
     """A llama_cpp context whose decode raises the typed error of a failed read. Made by changing an instance's class."""
 
     _leanstream: ModelHandle
+    _busy: threading.RLock  # held during a call and while closing
     _n_outputs_max: int  # rows of logits reserved, 0 = one for every token of a batch
 
     def decode(self, batch: internals.LlamaBatch) -> None:
@@ -46,23 +48,48 @@ class StreamedContext(internals.LlamaContext):
         Raises:
             ReadError: weights could not be read; the batch left no trace and the context can be used on.
             UnsupportedError: more outputs than were reserved (llama.cpp would abort the process).
+            StateError: in use by another thread, or in a forked child.
         """
         self._check_outputs(batch)
-        cause: BaseException | None = None
-        try:
-            super().decode(batch)
-        except RuntimeError as error:
-            cause = error
-        self._settle(cause)
+        self._call(super().decode, batch)
 
     def encode(self, batch: internals.LlamaBatch) -> None:
         """Like `decode()`, for encoders."""
-        cause: BaseException | None = None
+        self._call(super().encode, batch)
+
+    def kv_cache_clear(self) -> None:
+        with self.turn():
+            super().kv_cache_clear()  # type: ignore[no-untyped-call]
+
+    def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
+        with self.turn():
+            return bool(super().kv_cache_seq_rm(seq_id, p0, p1))
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Use the context alone; `close()` on another thread waits.
+
+        Raises:
+            StateError: in use by another thread, or in a forked child.
+        """
+        if self._leanstream.foreign:
+            text, remedy = "a streamed model cannot be used in a forked child", "load it there, or start processes with spawn"
+            raise StateError(text, remedy=remedy)
+        if not self._busy.acquire(blocking=False):
+            raise StateError("this model is in use by another thread", remedy="take turns, or load one model for each thread")
         try:
-            super().encode(batch)
-        except RuntimeError as error:
-            cause = error
-        self._settle(cause)
+            yield
+        finally:
+            self._busy.release()
+
+    def _call(self, compute: Callable[[internals.LlamaBatch], None], batch: internals.LlamaBatch) -> None:
+        with self.turn():
+            cause: BaseException | None = None
+            try:
+                compute(batch)
+            except RuntimeError as error:
+                cause = error
+            self._settle(cause)
 
     def _settle(self, cause: BaseException | None) -> None:
         # Also after success: a failed read lets the graph finish with zeros, and only this tells.
@@ -83,7 +110,7 @@ class StreamedContext(internals.LlamaContext):
 
 def as_streamed(context: internals.LlamaContext, handle: ModelHandle, n_outputs_max: int) -> StreamedContext:
     """Make this one context a StreamedContext of `handle`."""
-    vars(context).update(_leanstream=handle, _n_outputs_max=n_outputs_max)
+    vars(context).update(_leanstream=handle, _busy=threading.RLock(), _n_outputs_max=n_outputs_max)
     context.__class__ = StreamedContext
     assert isinstance(context, StreamedContext)
     return context
@@ -348,7 +375,8 @@ class Llama(_Parent):
             return
         n_before = self.n_tokens
         try:
-            super().eval(tokens)
+            with self._turn():
+                super().eval(tokens)
         except BaseException:
             self.n_tokens = n_before
             self._requires_eval = True
@@ -356,6 +384,16 @@ class Llama(_Parent):
             if self._is_recurrent or self._is_hybrid:
                 self.reset()  # type: ignore[no-untyped-call]
             raise
+
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        """Sole use of the context, where it is a streamed one that is open."""
+        turn = getattr(self._ctx, "turn", None)
+        return contextlib.nullcontext() if turn is None else turn()
+
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """The next token; see llama_cpp.Llama.sample."""
+        with self._turn():
+            return int(super().sample(*args, **kwargs))
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
         """Tokens after a prompt; see llama_cpp.Llama.generate. The call after an error starts from an empty context."""
@@ -367,13 +405,18 @@ class Llama(_Parent):
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free context, model and streamed weights, in this order. Idempotent."""
-        if hasattr(self, "_stack"):
-            super().close()  # context, then model
-        for name, closed in (("_ctx", _ClosedContext), ("_model", _ClosedModel)):
-            if name in vars(self):
-                vars(self)[name].__class__ = closed
-        handle = getattr(self, "_handle", None)
+        """Free context, model and streamed weights, in this order, after a call in progress on another thread. Idempotent."""
+        handle, parts = getattr(self, "_handle", None), vars(self)
+        if handle is not None and handle.foreign:
+            for name in ("_ctx", "_model"):
+                if name in parts:
+                    parts[name]._exit_stack.pop_all()  # not run: it would free what only the parent process may
+        with getattr(parts.get("_ctx"), "_busy", contextlib.nullcontext()):
+            if "_stack" in parts:
+                super().close()  # context, then model
+            for name, closed in (("_ctx", _ClosedContext), ("_model", _ClosedModel)):
+                if name in parts:
+                    parts[name].__class__ = closed
         if handle is not None:
             if getattr(self, "_holds", False):
                 self._holds = False
@@ -409,4 +452,5 @@ def _merged_signature(parent: inspect.Signature, own: inspect.Signature) -> insp
 Llama.__init__.__signature__ = _merged_signature(  # type: ignore[attr-defined]
     inspect.signature(_Parent.__init__), inspect.signature(Llama.__init__)
 )
+Llama.sample.__signature__ = inspect.signature(_Parent.sample)  # type: ignore[attr-defined]
 Llama.generate.__signature__ = inspect.signature(_Parent.generate)  # type: ignore[attr-defined]

@@ -66,6 +66,7 @@ class ModelHandle:
         self._stack = contextlib.ExitStack()
         self._index: dict[str, Any] | None = None
         self._cache_bytes = 0
+        self._process = os.getpid()
         self.path = _checked_path(path)
         ffi, lib = native()
         check(lib.ls_install())
@@ -93,8 +94,18 @@ class ModelHandle:
                 self._n_users -= 1
                 self._idle.notify_all()
 
+    @property
+    def foreign(self) -> bool:
+        """This is a forked child of the process that opened the model: its readers do not exist here."""
+        return os.getpid() != self._process
+
     def close(self) -> None:
-        """Stop the readers and free everything. Idempotent; waits for calls in progress on other threads."""
+        """Stop the readers and free everything. Idempotent; waits for calls in progress on other threads.
+
+        In a forked child it does nothing: the memory goes with the process.
+        """
+        if self.foreign:
+            return
         with self._idle:
             model, self._model = self._model, None
             self._idle.wait_for(lambda: self._n_users == 0)

@@ -133,15 +133,24 @@ _CONTEXT_RANGES = {  # name -> (lowest, highest); wider values wrap around in ll
 }
 
 
+# GGML types that llama.cpp offers for keys and values; it aborts on numbers that are no type, and on some that are.
+CACHE_TYPES = {0: "F32", 1: "F16", 30: "BF16", 8: "Q8_0", 2: "Q4_0", 3: "Q4_1", 20: "IQ4_NL", 6: "Q5_0", 7: "Q5_1"}
+
+
 def check_context(settings: Mapping[str, Any]) -> None:
-    """Refuse context sizes and thread counts that llama.cpp would wrap around or crash on; None and other names pass.
+    """Refuse context sizes, thread counts and cache types that llama.cpp would wrap around or crash on; None and other
+    names pass.
 
     Raises:
-        ArgumentError: no int, or out of range.
+        ArgumentError: not of the right kind, or out of range.
     """
     for name, (lowest, highest) in _CONTEXT_RANGES.items():
         if settings.get(name) is not None:
             _check_range(name, settings[name], lowest, highest)
+    for name in ("type_k", "type_v"):
+        if settings.get(name) is not None and settings[name] not in CACHE_TYPES:
+            known = ", ".join(f"{number} ({text})" for number, text in CACHE_TYPES.items())
+            raise ArgumentError(f"{name} must be one of {known}, not {settings[name]!r}")
 
 
 def check_policy(name: str, params: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import pickle
 import subprocess
 import sys
@@ -251,6 +252,74 @@ print(json.dumps(found))
     assert all("closed" in message for message in found)
 
 
+def test_closed_while_another_thread_generates(tiny: Tiny) -> None:
+    code = """
+import json, sys, threading, leanstream_gguf
+llm = leanstream_gguf.Llama(sys.argv[1], memory_budget="min", n_ctx=2048, verbose=False)
+found, started = [], threading.Event()
+
+def generate():
+    try:
+        for _ in llm.generate(llm.tokenize(b"the quick"), temp=0):
+            started.set()
+            if llm.n_tokens > 2000:
+                llm.reset()
+    except leanstream_gguf.StateError as error:
+        found.append(str(error))
+
+thread = threading.Thread(target=generate)
+thread.start()
+started.wait()
+llm.close()
+thread.join(60)
+print(json.dumps(found))
+"""
+    assert len(run_python(code, tiny("moe_qwen3")).require()) == 1  # a StateError, wherever the thread was
+
+
+def test_second_thread_is_refused(tiny: Tiny) -> None:
+    from leanstream_gguf import StateError
+
+    with streamed(tiny("moe_qwen3"), "min") as llm:
+        entered, leave = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with llm._ctx._busy:
+                entered.set()
+                leave.wait(60)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        entered.wait(60)
+        with pytest.raises(StateError, match="another thread"):
+            llm.eval([1, 2])
+        leave.set()
+        thread.join()
+        assert text(llm)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_child_neither_uses_nor_frees_the_model(tiny: Tiny) -> None:
+    code = """
+import json, os, sys, leanstream_gguf
+llm = leanstream_gguf.Llama(sys.argv[1], memory_budget="min", n_ctx=64, verbose=False)
+before = llm("the quick", max_tokens=4, temperature=0)["choices"][0]["text"]
+child = os.fork()
+if child == 0:
+    try:
+        llm("the quick brown", max_tokens=4)
+    except leanstream_gguf.StateError:
+        llm.close()
+        sys.exit(7)
+    os._exit(8)
+status = os.waitpid(child, 0)[1]
+after = llm("the quick", max_tokens=4, temperature=0)["choices"][0]["text"]
+llm.close()
+print(json.dumps({"status": os.waitstatus_to_exitcode(status), "same": before == after}))
+"""
+    assert run_python(code, tiny("moe_qwen3")).require() == {"status": 7, "same": True}
+
+
 def test_budget_below_the_context_is_refused_before_the_context_is_allocated(tiny: Tiny) -> None:
     code = """
 import json, sys, leanstream_gguf
@@ -274,7 +343,7 @@ def test_large_context_that_fits_loads(tiny: Tiny) -> None:
         assert text(llm) == expected
 
 
-@pytest.mark.parametrize("wrong", [{"n_batch": -1}, {"n_ctx": 1 << 32}, {"n_threads": 100_000}, {"n_ubatch": "many"}])
+@pytest.mark.parametrize("wrong", [{"n_batch": -1}, {"n_ctx": 1 << 32}, {"n_threads": 100_000}, {"n_ubatch": "many"}, {"type_k": 99}])
 def test_context_settings_are_checked(wrong: dict[str, Any], tiny: Tiny) -> None:
     from leanstream_gguf import ArgumentError
 
