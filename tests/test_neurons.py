@@ -110,7 +110,7 @@ def test_bundled_experts_give_the_bytes_of_the_source(lean: Callable[..., Path],
 def test_one_read_for_an_expert(lean: Callable[..., Path]) -> None:
     from leanstream_gguf import StreamConfig
 
-    with streamed(lean("moe_qwen3"), "full", stream=StreamConfig(cache_budget="25%"), **SHAPE) as llm:
+    with streamed(lean("moe_qwen3"), "full", stream=StreamConfig(cache_budget="25%", depth=0), **SHAPE) as llm:
         llm.stream.reset_stats()
         for token in TOKENS:
             llm.eval([token])

@@ -28,7 +28,7 @@ NeuronStore::NeuronStore(const Index & index, std::vector<std::unique_ptr<Device
     for (const NeuronLayer & l : layers_) {
         largest = std::max(largest, l.shape->stride);
     }
-    alignment_ = 0;
+    alignment_ = 512;
     for (const std::unique_ptr<Device> & d : devices_) {
         alignment_ = std::max(alignment_, d->granularity());
     }
