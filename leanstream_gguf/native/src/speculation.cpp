@@ -29,7 +29,7 @@ void Speculation::judge_waste(uint64_t wasted_bytes, uint64_t read_bytes) {
     }
     if (recent_read > 0) {
         const bool too_much = recent_wasted > kWasteAimed * recent_read;
-        least_p = std::min(kHighestP, std::max(kLowestP, least_p + (too_much ? 0.01f : -0.001f)));
+        least_p = std::min(kHighestP, std::max(kLowestP, least_p + (too_much ? 0.01f : -0.003f)));
     }
 }
 
