@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,7 @@ finally:
     heavy = [name for name in ("llama_cpp", "numpy") if name in sys.modules]
     print("heavy:", heavy)
 """
-    start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
-    assert time.monotonic() - start < 5
     # serve has a flag for every setting of llama_cpp.server, and gets them from there
     assert "heavy: []" in done.stdout or command == "serve"
     assert "usage: leanstream" in done.stdout
