@@ -86,6 +86,9 @@ void Engine::note_router(uint32_t layer, const Router & router) {
     if (spec_.routers.size() < weights.moe_layers.size()) {
         spec_.routers.resize(weights.moe_layers.size());
     }
+    if (spec_.routers[layer].matrix) {
+        return; // another context may be reading it, without the lock
+    }
     const Weight * w = router.matrix ? weights.find(router.matrix) : nullptr;
     spec_.routers[layer] = w && w->use == Use::resident ? router : Router();
 }
