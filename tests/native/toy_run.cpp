@@ -25,10 +25,10 @@ void start_llama() {
     });
 }
 
-llama_model * load(const std::string & path) {
+llama_model * load(const std::string & path, int32_t n_gpu_layers) {
     llama_model_params p = llama_model_default_params();
     p.use_extra_bufts = false; // weights as in the file, as streaming keeps them
-    p.n_gpu_layers = 0;
+    p.n_gpu_layers = n_gpu_layers;
     return llama_model_load_from_file(path.c_str(), p);
 }
 
@@ -37,6 +37,7 @@ llama_context * make_context(llama_model * model, int32_t n_threads) {
     p.n_ctx = 128;
     p.n_batch = 64;
     p.n_ubatch = 32;
+    p.op_offload = false; // as streamed models have it
     p.n_threads = p.n_threads_batch = n_threads;
     return llama_init_from_model(model, p);
 }
@@ -59,9 +60,9 @@ std::string toy(const std::string & name) {
     return path;
 }
 
-ToyModel::ToyModel(const std::string & path, int32_t n_threads) : n_threads_(n_threads) {
+ToyModel::ToyModel(const std::string & path, int32_t n_threads, int32_t n_gpu_layers) : n_threads_(n_threads) {
     start_llama();
-    model_ = load(path);
+    model_ = load(path, n_gpu_layers);
     require(model_, "loading");
     add_context();
 }
@@ -75,12 +76,13 @@ ToyModel::ToyModel(const std::string & path, const Streaming & stream) : n_threa
     require(ls_install() == LS_OK, "ls_install");
     require(ls_model_open(path.c_str(), &options, &stream_) == LS_OK, "ls_model_open");
     require(ls_load_begin(stream_, 0) == LS_OK, "ls_load_begin");
-    model_ = load(path);
+    model_ = load(path, stream.n_gpu_layers);
     for (uint32_t i = 0; model_ && i < stream.n_contexts; ++i) {
         contexts_.push_back(make_context(model_, n_threads_));
     }
     ls_load_end();
     require(model_ && contexts_.back(), "loading");
+    require(ls_model_set_device_budget(stream_, stream.device_budget_bytes) == LS_OK, "ls_model_set_device_budget");
     const uint64_t n_bytes = stream.level == kUnlimited ? 0 : budget(stream.level) + stream.extra_bytes;
     require(ls_model_activate(stream_, n_bytes, stream.cache_bytes, 0) == LS_OK, "ls_model_activate");
 }
@@ -184,6 +186,16 @@ uint64_t ToyModel::plan_number(const char * key) const {
 
 uint64_t ToyModel::budget(double level) const {
     return level == kUnlimited ? 0 : minimum() + uint64_t(level * double(full() - minimum()));
+}
+
+uint64_t ToyModel::device_number(const char * key) const {
+    char * json = nullptr;
+    require(ls_model_plan_json(stream_, 0, 0, 0, &json) == LS_OK, "ls_model_plan_json");
+    const std::string text = json;
+    ls_string_free(json);
+    const size_t at = text.find("\"device\":");
+    require(at != std::string::npos, "a device in the plan");
+    return number_after(text.substr(at), key);
 }
 
 uint64_t ToyModel::file_offset(const char * tensor) const {

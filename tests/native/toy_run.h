@@ -37,6 +37,8 @@ struct Streaming {
     uint32_t n_contexts  = 1;
     int32_t  n_threads   = 2;
     uint32_t fidelity    = 0;
+    int32_t  n_gpu_layers = 0;
+    uint64_t device_budget_bytes = 0; // 0 = what is free
 
     explicit Streaming(double level = kUnlimited) : level(level) {}
 };
@@ -44,7 +46,7 @@ struct Streaming {
 // A model and its contexts: 128 tokens, micro-batches of 32.
 class ToyModel {
 public:
-    explicit ToyModel(const std::string & path, int32_t n_threads = 2); // unstreamed, weights as in the file
+    explicit ToyModel(const std::string & path, int32_t n_threads = 2, int32_t n_gpu_layers = 0); // unstreamed, weights as in the file
     ToyModel(const std::string & path, const Streaming & stream);
     ~ToyModel();
     ToyModel(const ToyModel &) = delete;
@@ -64,6 +66,7 @@ public:
     ls_model * streamed() const { return stream_; }
     ls_stats stats() const;
     uint64_t plan_number(const char * key) const; // of the plan in force
+    uint64_t device_number(const char * key) const; // of the plan's device part
     uint64_t file_offset(const char * tensor) const;
     uint64_t minimum() const { return plan_number("minimum_budget_bytes"); }
     uint64_t full() const    { return plan_number("full_budget_bytes"); }

@@ -135,6 +135,12 @@ typedef struct ls_stats {
     uint64_t ahead_used_bytes;
     uint64_t ahead_wasted_bytes;
     uint64_t ahead_cancelled_bytes;
+    uint64_t device_budget_bytes;  // device memory that may be used; 0 = no device
+    uint64_t device_used_bytes;    // of it, allocated or kept free for the driver
+    uint64_t device_copied_bytes;  // from host to device memory
+    uint64_t device_hits;          // expert uses, and passes of a dense block, that found the weights on the device
+    uint64_t device_misses;        // those that had to wait for a copy
+    uint64_t device_syncs;         // times the host waited for the device because of streaming
 } ls_stats;
 
 // ---- process -------------------------------------------------------------------------------------------------------
@@ -184,6 +190,11 @@ LS_API ls_status ls_model_set_budget(ls_model * model, uint64_t budget_bytes, ui
 
 // name: "lean", "lfu", "lru", "slru", "hotcold". params_json: "" or e.g. {"protected_share":0.8} for slru, {"half_life":4096} for
 // lfu and lean, {"hot_share":0.5} for hotcold.
+// Before activation: device memory that this model may use, the driver's own included; 0 = what is free then, less a headroom.
+// Which blocks run on the device is llama.cpp's n_gpu_layers; without a device this changes nothing.
+LS_API ls_status ls_model_set_device_budget(ls_model * model, uint64_t device_budget_bytes);
+
+// name: "lru", "lfu", "slru". params_json: "" or e.g. {"protected_share":0.8} for slru, {"half_life":4096} for lfu.
 LS_API ls_status ls_model_set_policy(ls_model * model, const char * name, const char * params_json);
 
 // Reading ahead of a layer's choice of experts: how many layers to look ahead (0 = off, at most 2) and in how many stages a guess is
@@ -203,7 +214,9 @@ LS_API ls_status ls_model_pin(ls_model * model, int32_t layer, const int32_t * i
 // JSON: {minimum_budget_bytes, full_budget_bytes, budget_bytes, mode:"resident"|"layers"|"experts"|"layers+experts",
 //   memory:{as ls_memory}, dense:{n_groups,n_pinned,group_bytes,streamed_bytes,pinned_bytes,total_bytes,n_ring_slots,
 //   n_layers_streamed}, experts:{n_layers,n_experts,n_used,total_bytes,expert_bytes,capacity_bytes,capacity_experts,
-//   token_demand_bytes, token_demand_experts}, warnings:[...]}.
+//   token_demand_bytes, token_demand_experts}, warnings:[...]}; with a device also device:{name, minimum_budget_bytes,
+//   full_budget_bytes, budget_bytes, used_bytes, driver_bytes, kv_bytes, compute_bytes, margin_bytes, resident_bytes, pinned_bytes,
+//   stage_bytes, slots_bytes, n_blocks, n_blocks_pinned, n_moe_layers, n_moe_layers_resident, n_slots}.
 // budget_bytes 0 = the budget in force. Works before activation too, also after a no_alloc load.
 // LS_ERR_BUDGET if budget_bytes is below the minimum.
 LS_API ls_status ls_model_plan_json(ls_model * model, uint64_t budget_bytes, uint64_t cache_bytes, uint64_t baseline_bytes, char ** out);

@@ -138,6 +138,16 @@ ls_status ls_model_set_budget(ls_model * model, uint64_t budget_bytes, uint64_t 
     return guarded([&] { checked(model, "model").engine.set_budget(budget_bytes, cache_bytes); });
 }
 
+ls_status ls_model_set_device_budget(ls_model * model, uint64_t device_budget_bytes) {
+    return guarded([&] {
+        ls_model & m = checked(model, "model");
+        if (m.engine.activated()) {
+            throw Error(LS_ERR_STATE, "device memory is divided when the model is activated; open it again for another device budget");
+        }
+        m.engine.set_device_budget(device_budget_bytes);
+    });
+}
+
 ls_status ls_model_set_policy(ls_model * model, const char * name, const char * params_json) {
     return guarded([&] {
         const std::string policy = &checked(name, "name");

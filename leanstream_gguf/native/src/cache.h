@@ -30,6 +30,8 @@ public:
     uint32_t n_resident() const { return n_resident_; }
     uint32_t n_units() const { return uint32_t(slot_.size()); }
 
+    uint8_t * base() const { return space_.base(); } // of the slots
+
     bool resident(uint32_t unit) const { return slot_[unit] >= 0; }
     // start of the unit's memory, page-aligned; valid while it is resident
     uint8_t * memory(uint32_t unit) const { return slot_memory(uint32_t(slot_[unit])); }

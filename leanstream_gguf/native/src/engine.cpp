@@ -57,16 +57,20 @@ PlanInput Engine::plan_input_locked(const FixedMemory & fixed, uint64_t budget_b
     in.fixed_bytes    = fixed.sum();
     in.resident_bytes = weights.resident_bytes();
     for (const DenseGroup & g : weights.groups) {
-        in.group_bytes.push_back(g.home_bytes);
+        in.group_bytes.push_back(device_ && device_->group_resident(g) ? 0 : g.home_bytes);
     }
     in.ring_slot_bytes     = weights.largest_group_bytes();
     in.n_ring_slots_wanted = options_.n_ring_slots;
     for (const Session * s : sessions_) {
         in.n_held_at_once = std::max(in.n_held_at_once, s->n_held_at_once);
     }
+    if (device_) {
+        in.n_held_at_once = std::max(in.n_held_at_once, device_->groups_held());
+    }
     in.expert_bytes = weights.largest_expert_bytes();
     for (const MoeLayer & l : weights.moe_layers) {
-        in.n_experts.push_back(l.n_experts);
+        const bool elsewhere = device_ && device_->layer_resident(uint32_t(&l - weights.moe_layers.data()));
+        in.n_experts.push_back(elsewhere ? 0 : l.n_experts);
     }
     in.resident_bytes   += neurons->resident_bytes();
     in.neurons_bytes     = neurons->all_cache_bytes();
@@ -85,8 +89,14 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
     if (weights.all().empty() || sessions_.empty()) {
         throw Error(LS_ERR_STATE, "the model is opened but not loaded, or has no context yet: load it and make one first");
     }
+    if (device_) {
+        plan_device(fixed, true);
+    }
     const Plan plan = make_plan(plan_input_locked(fixed, budget_bytes, cache_bytes));
     weights.freeze();
+    if (device_) {
+        device_->allocate(weights);
+    }
 
     const size_t n_groups = weights.groups.size();
     group_state_.reset(new std::atomic<uint8_t>[n_groups]());
@@ -127,6 +137,9 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
     neurons->load();
     prefer_large_pages_locked(plan); // before the first byte arrives
     load_resident(lock);
+    if (device_) {
+        load_device(lock);
+    }
     apply_locked(lock, plan);
     wait_idle_locked(lock);
     for (size_t g = 0; g < n_groups; ++g) {
@@ -147,8 +160,11 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
 
 void Engine::load_resident(Lock & lock) {
     std::vector<ReadRequest> requests;
-    for (const Weight & w : weights.all()) {
-        if (w.use == Use::resident) {
+    for (Weight & w : weights.all()) {
+        // Beside a device with no bound on host memory, rows are worth keeping: a token takes 3 ms there, a read 0.1.
+        const bool table = device_ && budget_bytes_ == 0 && w.home && (w.use == Use::rows || weights.looked_up(w));
+        if ((w.use == Use::resident && !w.on_device) || table) {
+            w.in_memory = table;
             add_requests(requests, *devices_[w.entry->shard], w.entry->offset, w.entry->n_bytes, w.home, options_.chunk_bytes,
                 Priority::load, tag(kResident, 0));
             w.tensor->data = w.home;
@@ -181,6 +197,9 @@ void Engine::rebuild_cache_policy_locked() {
 
 void Engine::apply_locked(Lock & lock, const Plan & plan) {
     wait_idle_locked(lock);
+    if (device_) {
+        device_->unlock_all_pages(); // memory is about to move
+    }
     std::vector<std::vector<ReadRequest>> loads;
     apply_dense_locked(plan, loads);
     std::vector<uint32_t> evicted;
@@ -193,8 +212,11 @@ void Engine::apply_locked(Lock & lock, const Plan & plan) {
     neurons->set_capacity(plan.neuron_cache_bytes, policy_name_, policy_params_);
     plan_ = plan;
     update_all_ready_locked();
-    if (plan.cache_bytes && plan.mode() == std::string("resident")) {
+    if (plan.cache_bytes && (device_streams() || plan.mode() == std::string("resident"))) {
         loads.push_back(start_all_experts_locked());
+    }
+    if (device_) {
+        lock_host_pages_locked();
     }
     // no graph runs, so nobody waits for these yet; readers that finish need the lock
     lock.unlock();
@@ -205,14 +227,20 @@ void Engine::apply_locked(Lock & lock, const Plan & plan) {
     lock.lock();
 }
 
-// Everything fits: nothing will be given up, so read it all now rather than at first use.
+// Everything fits: nothing will be given up, so read it all now rather than at first use. Behind a device, as many as fit,
+// those first that the device has no slot for.
 std::vector<ReadRequest> Engine::start_all_experts_locked() {
     std::vector<ReadRequest> requests;
-    for (uint32_t u = 0; u < cache_->n_units(); ++u) {
-        const uint32_t l = layer_of_unit_[u];
-        if (!cache_->resident(u) && admit_locked(u, false)) {
+    for (const bool in_slot : {false, true}) {
+        for (uint32_t u = 0; u < cache_->n_units() && cache_->n_resident() < cache_->n_slots(); ++u) {
+            const uint32_t l = layer_of_unit_[u];
+            const uint32_t expert = u - weights.moe_layers[l].first_unit;
+            const bool wanted = !device_ || (!device_->layer_resident(l) && device_->has_slot(l, expert) == in_slot);
+            if (!wanted || cache_->resident(u) || !admit_locked(u, false)) {
+                continue;
+            }
             for (uint32_t p = 0; p < weights.moe_layers[l].parts.size(); ++p) {
-                start_part_locked(l, u - weights.moe_layers[l].first_unit, p, Priority::load, requests);
+                start_part_locked(l, expert, p, Priority::load, requests);
             }
         }
     }
@@ -269,6 +297,9 @@ void Engine::set_policy(const std::string & name, const PolicyParams & params) {
     policy_name_   = name;
     policy_params_ = params;
     neurons->set_policy(name, params);
+    if (device_) {
+        device_->set_policy(name, params);
+    }
     if (cache_ && cache_->n_units()) {
         rebuild_cache_policy_locked();
     }
@@ -300,6 +331,9 @@ void Engine::charge_locked(Lock & lock, Session & session) {
     FixedMemory fixed = fixed_;
     fixed.kv      += session.kv_bytes;
     fixed.compute += session.fixed_bytes();
+    fixed.device_kv      += session.device_kv_bytes;
+    fixed.device_compute += session.device_compute_bytes;
+    check_device_locked(fixed);
     const Plan plan = make_plan(plan_input_locked(fixed, budget_bytes_, cache_bytes_));
     check_kept_locked(kept_, plan);
     session.charged = true;
@@ -331,7 +365,7 @@ void Engine::begin(Session & session, const ggml_cgraph * graph) {
     // dense slots are held across ops: admit only as many contexts as can always make progress
     changed_.wait(lock, [&] {
         const bool room = !plan_.streams_dense() || n_active_ == 0 || held_at_once_ + session.n_held_at_once <= ring_.slots.size();
-        return !reconfiguring_ && room;
+        return !reconfiguring_ && room && !(device_streams() && n_active_ > 0); // slots and stages are one context's at a time
     });
     begin_speculation_locked(session);
     n_active_++;
@@ -356,6 +390,9 @@ void Engine::release_all_locked(Session & session) {
 }
 
 void Engine::end(Session & session) {
+    if (device_ && session.active) {
+        device_->end(*this, session);
+    }
     Lock lock(mutex_);
     if (!session.active) {
         return;
@@ -381,6 +418,8 @@ void Engine::forget(Session & session) {
     if (session.charged) { // what it held is free for the next context or budget change
         fixed_.kv      -= std::min(fixed_.kv, session.kv_bytes);
         fixed_.compute -= std::min(fixed_.compute, session.fixed_bytes());
+        fixed_.device_kv      -= std::min(fixed_.device_kv, session.device_kv_bytes);
+        fixed_.device_compute -= std::min(fixed_.device_compute, session.device_compute_bytes);
     }
 }
 
@@ -499,6 +538,14 @@ void Engine::get_stats(ls_stats & out) const {
     out.stall_ns           += n.stall_ns;
     out.cluster_capacity_bytes = neurons->capacity_bytes();
     spec_.counters.copy_to(out);
+    if (device_) {
+        out.device_budget_bytes = device_->plan().budget_bytes;
+        out.device_used_bytes   = device_->plan().used_bytes;
+        out.device_copied_bytes = device_->counters.copied_bytes.load();
+        out.device_hits         = device_->counters.hits.load();
+        out.device_misses       = device_->counters.misses.load();
+        out.device_syncs        = device_->counters.syncs.load();
+    }
     if (cache_) {
         out.cached_experts       = cache_->n_resident();
         out.cache_capacity_bytes = cache_->capacity_bytes();
@@ -514,6 +561,9 @@ void Engine::reset_stats() {
     spec_.counters = {};
     ready_hits_.store(0);
     neurons->reset_counters();
+    if (device_) {
+        device_->counters.reset();
+    }
     stats_.load_bytes = old.load_bytes;
     stats_.load_ns    = old.load_ns;
     stats_.used_buffered_io = old.used_buffered_io;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cache.h"
+#include "device_tier.h"
 #include "index.h"
 #include "leanstream.h"
 #include "neurons.h"
@@ -33,8 +34,10 @@ struct EngineOptions {
 
 // Bytes that are not weights; see ls_memory.
 struct FixedMemory {
-    uint64_t baseline = 0, metadata = 0, kv = 0, compute = 0, margin = 0;
+    uint64_t baseline = 0, metadata = 0, kv = 0, compute = 0, margin = 0; // in host memory
+    uint64_t device_driver = 0, device_kv = 0, device_compute = 0, device_margin = 0;
     uint64_t sum() const { return baseline + metadata + kv + compute + margin; }
+    uint64_t device_sum() const { return device_driver + device_kv + device_compute + device_margin; }
 };
 
 class Engine final : public ReadSink {
@@ -110,6 +113,23 @@ public:
     // scores: [n_experts] of the layer, from one token's residual
     void guessed(Session & session, uint32_t layer, uint8_t lead, const float * scores);
     std::string speculation_json() const; // as ls_model_speculation_json()
+    // ---- the device (engine_device.cpp)
+    void use_device(std::unique_ptr<DeviceTier> tier); // before the first graph
+    DeviceTier * device() const { return device_.get(); } // nullptr: everything runs on the host
+    void set_device_budget(uint64_t n_bytes) { device_budget_bytes_ = n_bytes; } // before activation; 0 = what is free
+    uint64_t device_budget_in_force(const FixedMemory & fixed, bool allocated) const;
+    // allocated: llama.cpp holds its context on the device already
+    DevicePlan plan_device(const FixedMemory & fixed, bool allocated);
+    // Pins experts[first ..] in host memory, as many as there is room for, and starts their reads; returns the first one that
+    // found none. cold: for one pass.
+    size_t fetch_experts(uint32_t layer, const std::vector<uint32_t> & experts, size_t first, bool cold);
+    bool expert_ready(uint32_t layer, uint32_t expert) const; // in host memory; lock-free
+    bool wait_expert(Session & session, uint32_t layer, uint32_t expert); // false: its read failed, the session has the error
+    const uint8_t * expert_memory(uint32_t layer, uint32_t part, uint32_t expert) const;
+    uint32_t unit_of(uint32_t layer, uint32_t expert) const;
+    void release_experts(const std::vector<uint32_t> & units);
+    void wait_for_room(); // until a pin or a read is done
+    bool group_ready(uint32_t group) const { return Load(group_state_[group].load(std::memory_order_acquire)) == Load::ready; }
 
     // ---- numbers
     void get_stats(ls_stats & out) const;
@@ -140,6 +160,10 @@ private:
     void apply_dense_locked(const Plan & plan, std::vector<std::vector<ReadRequest>> & loads);
     void load_resident(Lock & lock);
     void load_expert_checksums();
+    void load_device(Lock & lock);
+    void lock_host_pages_locked();
+    void check_device_locked(const FixedMemory & fixed) const;
+    bool device_streams() const { return device_ && device_->activated() && device_->plan().streams(); }
     std::vector<ReadRequest> start_all_experts_locked();
     void prefer_large_pages_locked(const Plan & plan);
     void rebuild_cache_policy_locked();
@@ -241,6 +265,9 @@ private:
 
     Speculation spec_;
     std::vector<float> scores_, margin_;   // of the layer at hand
+    std::unique_ptr<DeviceTier> device_;
+    uint64_t device_budget_bytes_ = 0;
+    uint64_t device_fixed_bytes_ = 0; // that the device's plan was made with
 
     ls_error read_error_ = {};
     ls_stats stats_ = {};

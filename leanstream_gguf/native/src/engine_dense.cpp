@@ -22,6 +22,10 @@ void Engine::apply_dense_locked(const Plan & plan, std::vector<std::vector<ReadR
         if (stays && Load(group_state_[g].load()) == Load::ready) {
             continue;
         }
+        if (device_ && device_->group_resident(weights.groups[g])) { // nothing of it is held here
+            group_pinned_[g] = true;
+            continue;
+        }
         if (group_pinned_[g] && !plan.pinned[g]) {
             for (const Weight * w : weights.groups[g].members) {
                 AddressSpace::discard((uint8_t *) uintptr_t(page_floor(uintptr_t(w->home))), home_bytes(w->entry->n_bytes));
@@ -50,7 +54,8 @@ void Engine::apply_dense_locked(const Plan & plan, std::vector<std::vector<ReadR
     }
     prefer_large_pages_locked(plan);
     for (uint32_t g = 0; g < n; ++g) {
-        if (plan.pinned[g] && Load(group_state_[g].load()) == Load::absent) {
+        const bool elsewhere = device_ && device_->group_resident(weights.groups[g]);
+        if (plan.pinned[g] && !elsewhere && Load(group_state_[g].load()) == Load::absent) {
             loads.push_back(start_group_locked(g, Priority::load));
         }
     }
@@ -63,7 +68,8 @@ void Engine::apply_dense_locked(const Plan & plan, std::vector<std::vector<ReadR
 void Engine::prefer_large_pages_locked(const Plan & plan) {
     std::vector<std::pair<uint8_t *, uint64_t>> ranges;
     for (const Weight & w : weights.all()) {
-        if (w.use == Use::resident || (w.use == Use::dense && plan.pinned[size_t(w.group)])) {
+        const bool elsewhere = w.on_device && (w.use == Use::resident || device_->group_resident(weights.groups[size_t(w.group)]));
+        if (!elsewhere && (w.use == Use::resident || (w.use == Use::dense && plan.pinned[size_t(w.group)]))) {
             ranges.push_back({(uint8_t *) uintptr_t(page_floor(uintptr_t(w.home))), home_bytes(w.entry->n_bytes)});
         }
     }
@@ -269,6 +275,12 @@ bool Engine::read_now(uint32_t shard, uint64_t offset, uint64_t n_bytes, uint8_t
 
 bool Engine::read_rows(Session & session, const Weight & weight, const int32_t * rows, size_t n_rows, uint8_t * dest) {
     const uint64_t row_bytes = weight.tensor->nb[1];
+    for (size_t i = 0; i < n_rows && weight.in_memory; ++i) {
+        std::copy_n(weight.home + uint64_t(rows[i]) * row_bytes, row_bytes, dest + i * row_bytes);
+    }
+    if (weight.in_memory) {
+        return true;
+    }
     const uint64_t span = page_ceil(row_bytes + page_size());
     constexpr size_t kBatch = 32;
     AddressSpace staging(span * std::min(n_rows, kBatch));

@@ -1,5 +1,6 @@
 #include "graph_pass.h"
 
+#include "device_pass.h"
 #include "engine.h"
 #include "guess_points.h"
 #include "neuron_ops.h"
@@ -20,18 +21,22 @@ namespace {
 class GraphPass {
 public:
     GraphPass(Engine & engine, Session & session, ggml_backend_buffer_type_t buffer_type, ggml_context * ctx0, ggml_cgraph * graph)
-        : engine_(engine), session_(session), buffer_type_(buffer_type), ctx0_(ctx0), graph_(graph) {}
+        : engine_(engine), session_(session), buffer_type_(buffer_type), ctx0_(ctx0), graph_(graph),
+          device_(engine.weights, engine.device(), ctx0, out_, [this](ggml_tensor * input, const OpParams & params, ggml_custom_op_t fun, void * userdata) {
+              return new_node(GGML_TYPE_I32, 1, input, params, fun, 1, userdata);
+          }) {}
 
     // returns the number of dense groups that are needed at one time
     uint32_t run() {
         find_uses();
         neurons_ = find_neurons(graph_, engine_.weights, *engine_.neurons);
-        guess_points_ = find_guess_points(engine_, buffer_type_, graph_);
+        guess_points_ = engine_.device() ? GuessPoints() : find_guess_points(engine_, buffer_type_, graph_); // routers are not in host memory
         for (int i = 0; i < graph_->n_nodes; ++i) {
             ggml_tensor * node = graph_->nodes[i];
             if (rewrite_neurons(node)) {
                 continue;
             }
+            place_on_device(node);
             acquire_sources(node, i);
             rewrite(node);
             out_.push_back(node);
@@ -58,7 +63,7 @@ private:
         for (int i = 0; i < graph_->n_nodes; ++i) {
             for (const ggml_tensor * src : graph_->nodes[i]->src) {
                 const Weight * w = weight_of(src);
-                if (w && w->use == Use::dense) {
+                if (w && w->use == Use::dense && !device_.takes(*w, graph_->nodes[i])) {
                     uses_[size_t(w->group)].push_back(i);
                 }
             }
@@ -70,6 +75,16 @@ private:
         constexpr int kNear = 96; // nodes; a layer has 20 to 60
         const auto next = std::lower_bound(uses_[group].begin(), uses_[group].end(), at);
         return next != uses_[group].end() && *next - at < kNear;
+    }
+
+    void place_on_device(ggml_tensor * node) {
+        for (int s = 0; s < GGML_MAX_SRC; ++s) {
+            const Weight * w = weight_of(node->src[s]);
+            if (w && device_.takes(*w, node)) {
+                check_use(*w, node);
+                device_.place(node, s, *w);
+            }
+        }
     }
 
     void acquire_sources(ggml_tensor * node, int at) {
@@ -95,13 +110,14 @@ private:
         }
     }
 
-    ggml_tensor * new_node(ggml_type type, int64_t n, ggml_tensor * a, OpParams params, ggml_custom_op_t fun) {
+    ggml_tensor * new_node(ggml_type type, int64_t n, ggml_tensor * a, OpParams params, ggml_custom_op_t fun,
+                           int n_tasks = GGML_N_TASKS_MAX, void * userdata = nullptr) {
         if (ggml_get_mem_size(ctx0_) - ggml_used_mem(ctx0_) < 2 * ggml_tensor_overhead()) {
             throw Error(LS_ERR_UNSUPPORTED, "the graph leaves no room for the nodes that wait for weights");
         }
         ggml_tensor * t = ggml_custom_4d(ctx0_, type, n, 1, 1, 1, a ? &a : nullptr, a ? 1 : 0, fun, GGML_N_TASKS_MAX, nullptr);
         params.session = &session_;
-        set_op_params(t, params, fun);
+        set_op_params(t, params, fun, n_tasks, userdata);
         t->flags |= GGML_TENSOR_FLAG_COMPUTE; // nothing depends on some of them; all must run
         out_.push_back(t);
         return t;
@@ -125,10 +141,10 @@ private:
 
     void rewrite(ggml_tensor * node) {
         const Weight * w = weight_of(node->src[0]);
-        if (w && w->use == Use::rows && node->op == GGML_OP_GET_ROWS) {
+        if (w && (w->use == Use::rows || w->on_device) && node->op == GGML_OP_GET_ROWS) { // else the host keeps no copy
             OpParams p = {};
             p.session = &session_;
-            set_op_params(node, p, op_get_rows);
+            set_op_params(node, p, op_get_rows, 1);
             node->op = GGML_OP_CUSTOM;
         } else if (w && w->use == Use::expert && node->op == GGML_OP_MUL_MAT_ID) {
             rewrite_product(node, *w);
@@ -276,6 +292,7 @@ private:
     ggml_backend_buffer_type_t buffer_type_;
     ggml_context * ctx0_;
     ggml_cgraph * graph_;
+    DevicePass device_;
 
     std::vector<ggml_tensor *> out_;
     std::vector<NeuronMatch> neurons_;

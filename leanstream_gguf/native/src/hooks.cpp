@@ -50,8 +50,15 @@ void model_params(llama_model_params * params) {
     params->lazy_mode       = LLAMA_LAZY_MODE_OFF;
     params->use_extra_bufts = false; // the form of the weights belongs to the model, not to the budget
     params->check_tensors   = false; // would read everything
-    params->n_gpu_layers    = 0;
     params->no_alloc        = loading->no_alloc;
+    params->split_mode      = LLAMA_SPLIT_MODE_NONE;
+    try {
+        params->n_gpu_layers = loading->use_device(params->n_gpu_layers, params->main_gpu) ? params->n_gpu_layers : 0;
+        params->devices      = loading->devices;
+        params->main_gpu     = loading->devices[0] ? 0 : -1;
+    } catch (const std::exception &) {
+        // no such device: llama.cpp refuses main_gpu itself, with a message
+    }
 }
 
 void context_params(const llama_model *, llama_context_params * params) {
@@ -91,7 +98,7 @@ bool graph_built(const llama_context * ctx, ggml_context * ctx0, ggml_cgraph * g
         }
         model->engine.weights.learn(graph, &model->buffer_type);
         const int n_threads = std::max({llama_n_threads(const_cast<llama_context *>(ctx)), llama_n_threads_batch(const_cast<llama_context *>(ctx)), 1});
-        const uint64_t work = ggml_graph_plan(graph, n_threads, nullptr).work_size;
+        const uint64_t work = model->all_on_device ? 0 : ggml_graph_plan(graph, n_threads, nullptr).work_size;
         const uint32_t n_held = rewrite_graph(model->engine, session, &model->buffer_type, ctx0, graph);
         model->engine.note_graph(session, graph, tokens_of(graph), work + session.tiled_bytes_per_thread * uint64_t(n_threads), n_held);
         return true;
@@ -111,7 +118,10 @@ bool graph_begin(const llama_context * ctx, const ggml_cgraph * graph) {
     }
     try {
         if (!session->charged) {
-            measure_session(ctx, *session);
+            measure_session(ctx, model->engine.device(), *session);
+        }
+        if (model->engine.device()) {
+            session->device_backend = device_backend(ctx, model->engine.device()->device());
         }
         model->engine.begin(*session, graph);
         return true;

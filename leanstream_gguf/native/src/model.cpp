@@ -133,13 +133,19 @@ FixedMemory ls_model::measure_fixed(uint64_t baseline_bytes) {
     FixedMemory f;
     f.baseline = baseline_bytes;
     f.margin   = kMargin;
+    if (const DeviceTier * device = engine.device()) {
+        f.device_driver = device->driver_bytes();
+        f.device_margin = device->margin_bytes();
+    }
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto & [ctx, session] : sessions_) {
         if (!session->charged) {
-            measure_session(ctx, *session);
+            measure_session(ctx, engine.device(), *session);
         }
         f.kv      += session->kv_bytes;
         f.compute += session->fixed_bytes();
+        f.device_kv      += session->device_kv_bytes;
+        f.device_compute += session->device_compute_bytes;
     }
     // llama.cpp clears KV caches when it makes them, so they are resident already; compute buffers are not
     const uint64_t now = process_resident_bytes();
@@ -153,12 +159,28 @@ FixedMemory ls_model::measure_fixed(uint64_t baseline_bytes) {
     return f;
 }
 
-void ls::measure_session(const llama_context * ctx, Session & session) {
-    session.kv_bytes = session.compute_bytes = 0;
+void ls::measure_session(const llama_context * ctx, const DeviceTier * device, Session & session) {
+    session.kv_bytes = session.compute_bytes = session.device_kv_bytes = session.device_compute_bytes = 0;
     for (const auto & [buffer_type, bytes] : llama_get_memory_breakdown(ctx)) {
-        session.kv_bytes      += bytes.context;
-        session.compute_bytes += bytes.compute;
+        const bool there = device && buffer_type == device->buffer_type();
+        (there ? session.device_kv_bytes : session.kv_bytes)           += bytes.context;
+        (there ? session.device_compute_bytes : session.compute_bytes) += bytes.compute;
     }
+}
+
+bool ls_model::use_device(int32_t n_gpu_layers, int32_t main_gpu) {
+    // a lean file's bundles are computed on the host
+    ggml_backend_dev_t device = n_gpu_layers != 0 && !index.lean.present ? find_device(main_gpu) : nullptr;
+    devices[0] = device;
+    if (!device) {
+        return false;
+    }
+    const int32_t n_layers = int32_t(index.n_layer);
+    const int32_t n = n_gpu_layers < 0 ? n_layers + 1 : n_gpu_layers; // as llama_model::n_gpu_layers()
+    const DevicePlacement placement = {device, std::max(n_layers + 1 - n, 0)};
+    all_on_device = n > n_layers;
+    engine.use_device(std::make_unique<DeviceTier>(placement, uint32_t(index.tensors.size()), index.n_expert_used));
+    return true;
 }
 
 static uint32_t blocks_streamed(const Weights & weights, const Plan & plan) {
@@ -199,13 +221,47 @@ static void write_experts(Json & j, const PlanInput & in, const Plan & plan) {
     j.key("token_demand_experts").number(plan.token_demand_experts);
 }
 
+static void write_device(Json & j, const DeviceTier & device, const FixedMemory & f, const DevicePlan & plan) {
+    auto o = j.object();
+    const uint64_t fixed = f.device_sum();
+    const uint64_t stages = plan.n_block_stages * plan.block_stage_bytes + plan.n_expert_stages * plan.expert_stage_bytes;
+    uint32_t n_blocks = 0, n_layers = 0, n_slots = 0, n_resident = 0;
+    for (bool pinned : plan.pinned) {
+        n_blocks += pinned;
+    }
+    for (size_t i = 0; i < plan.n_slots.size(); ++i) {
+        n_layers   += plan.n_slots[i] > 0;
+        n_slots    += plan.n_slots[i];
+        n_resident += device.layer_resident(uint32_t(i));
+    }
+    j.key("name").string(device.description());
+    j.key("minimum_budget_bytes").number(plan.minimum_bytes);
+    j.key("full_budget_bytes").number(plan.full_bytes);
+    j.key("budget_bytes").number(plan.budget_bytes);
+    j.key("used_bytes").number(plan.used_bytes);
+    j.key("driver_bytes").number(f.device_driver);
+    j.key("kv_bytes").number(f.device_kv);
+    j.key("compute_bytes").number(f.device_compute);
+    j.key("margin_bytes").number(f.device_margin);
+    j.key("resident_bytes").number(plan.used_bytes - fixed - plan.pinned_bytes - stages - plan.slots_bytes);
+    j.key("pinned_bytes").number(plan.pinned_bytes);
+    j.key("stage_bytes").number(stages);
+    j.key("slots_bytes").number(plan.slots_bytes);
+    j.key("n_blocks").number(uint32_t(plan.pinned.size()));
+    j.key("n_blocks_pinned").number(n_blocks);
+    j.key("n_moe_layers").number(n_layers);
+    j.key("n_moe_layers_resident").number(n_resident);
+    j.key("n_slots").number(n_slots);
+}
+
 std::string ls::plan_json(ls_model & model, uint64_t budget_bytes, uint64_t cache_bytes, uint64_t baseline_bytes) {
-    const Engine & engine = model.engine;
+    Engine & engine = model.engine;
     const bool active = engine.activated();
     if (engine.weights.all().empty()) {
         throw Error(LS_ERR_STATE, "the model is opened but not loaded: there is nothing to plan yet");
     }
     const FixedMemory fixed = active ? engine.fixed() : model.measure_fixed(baseline_bytes);
+    const DevicePlan device_plan = engine.device() ? model.engine.plan_device(fixed, !model.no_alloc) : DevicePlan();
     const PlanInput in = engine.plan_input(fixed, budget_bytes ? budget_bytes : engine.budget_bytes(), cache_bytes);
     const Plan plan = make_plan(in);
     Json j;
@@ -231,6 +287,10 @@ std::string ls::plan_json(ls_model & model, uint64_t budget_bytes, uint64_t cach
         }
         j.key("experts");
         write_experts(j, in, plan);
+        if (engine.device()) {
+            j.key("device");
+            write_device(j, *engine.device(), fixed, device_plan);
+        }
         if (model.index.lean.present) {
             j.key("lean");
             write_lean(j, model.index.lean);

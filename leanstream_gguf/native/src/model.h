@@ -33,6 +33,11 @@ struct ls_model {
     ggml_backend_buffer_type buffer_type;
     llama_model_tensor_buft_override overrides[2];
 
+    // The blocks that n_gpu_layers names run on the main_gpu-th device, if there is one. False: on the host.
+    bool use_device(int32_t n_gpu_layers, int32_t main_gpu);
+    ggml_backend_dev_t devices[2] = {nullptr, nullptr}; // for llama.cpp: one device or none, and the end of the list
+    bool     all_on_device = false;       // every block and the output
+
     bool     no_alloc = false;            // measuring: nothing is loaded
     uint64_t resident_at_load_bytes = 0;  // of the process, when loading began
     uint32_t n_outputs_limit = 0;         // logit rows that a context may ask for at once; 0 = llama.cpp's choice
@@ -52,7 +57,11 @@ ls_model * model_of(ggml_backend_buffer_type_t buffer_type);
 ggml_backend_buffer_type make_buffer_type(ls_model * model);
 
 // What llama.cpp allocated for a context.
-void measure_session(const llama_context * ctx, Session & session);
+void measure_session(const llama_context * ctx, const DeviceTier * device, Session & session);
+
+// device_backend.cpp
+ggml_backend_t device_backend(const llama_context * ctx, ggml_backend_dev_t device);
+ggml_backend_dev_t find_device(int32_t index); // nullptr: there is none; throws Error(LS_ERR_ARGUMENT) for a bad index
 
 std::string plan_json(ls_model & model, uint64_t budget_bytes, uint64_t cache_bytes, uint64_t baseline_bytes);
 

@@ -9,10 +9,10 @@
 
 namespace ls {
 
-void set_op_params(ggml_tensor * node, OpParams params, ggml_custom_op_t fun) {
+void set_op_params(ggml_tensor * node, OpParams params, ggml_custom_op_t fun, int n_tasks, void * userdata) {
     params.custom.fun      = fun;
-    params.custom.n_tasks  = GGML_N_TASKS_MAX;
-    params.custom.userdata = nullptr;
+    params.custom.n_tasks  = n_tasks;
+    params.custom.userdata = userdata;
     memset(node->op_params, 0, sizeof(node->op_params));
     memcpy(node->op_params, &params, sizeof(params));
 }
@@ -35,6 +35,21 @@ void op_acquire(ggml_tensor * dst, int ith, int, void *) {
         engine.acquire_group(session, uint32_t(p.index));
     }
     engine.publish_acquired(session, dst);
+}
+
+void op_device_acquire(ggml_tensor * dst, int, int, void *) {
+    const OpParams p = op_params(dst);
+    p.session->engine->device()->acquire(*p.session->engine, *p.session, uint32_t(p.index));
+}
+
+void op_device_select(ggml_tensor * dst, int, int, void * ranked) {
+    const OpParams p = op_params(dst);
+    p.session->engine->device()->select(*p.session->engine, *p.session, uint32_t(p.index), dst->src[0], (const ggml_tensor *) ranked);
+}
+
+void op_device_stage(ggml_tensor * dst, int, int, void *) {
+    const OpParams p = op_params(dst);
+    p.session->engine->device()->stage(*p.session->engine, *p.session, uint32_t(p.index), dst->src[0]);
 }
 
 // counting sort of (expert slot, token) pairs by expert, in the order that ggml visits them

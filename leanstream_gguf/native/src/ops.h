@@ -33,7 +33,7 @@ inline OpParams op_params(const ggml_tensor * node) {
     return p;
 }
 
-void set_op_params(ggml_tensor * node, OpParams params, ggml_custom_op_t fun);
+void set_op_params(ggml_tensor * node, OpParams params, ggml_custom_op_t fun, int n_tasks = GGML_N_TASKS_MAX, void * userdata = nullptr);
 
 // dst: int32 [1]. Waits until a dense group is in memory and its weights' data pointers are set.
 void op_acquire(ggml_tensor * dst, int ith, int nth, void * userdata);
@@ -48,6 +48,14 @@ void op_quantize(ggml_tensor * dst, int ith, int nth, void * userdata);
 void op_mul_mat_id(ggml_tensor * dst, int ith, int nth, void * userdata);
 // src0 [n, n_rows], src1 ids: int32; dst float32 [n, n_ids]. As ggml's GET_ROWS, rows read from the file.
 void op_get_rows(ggml_tensor * dst, int ith, int nth, void * userdata);
+
+// One thread each; dst: int32 [1], written by nobody. The nodes that fill device memory (device_tier.h).
+// src0 ids: int32 [n_used, n_tokens]: experts into slots, or into the layer's stage. op_params.index holds the layer; userdata of
+// select, if any, the tensor that ranks the experts of the layer after the next (device_pass.h).
+void op_device_select(ggml_tensor * dst, int ith, int nth, void * userdata);
+void op_device_stage(ggml_tensor * dst, int ith, int nth, void * userdata);
+// a dense block's matrices into its stage. op_params.index holds the streamed block.
+void op_device_acquire(ggml_tensor * dst, int ith, int nth, void * userdata);
 
 // bytes of one thread's workspace that the tiled K-quant kernel needs for this MUL_MAT_ID node; 0 if it is not used
 size_t tiled_bytes_per_thread(ggml_tensor * mul_mat_id);

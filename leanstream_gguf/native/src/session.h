@@ -4,6 +4,7 @@
 #include "neurons.h"
 #include "status.h"
 
+#include "ggml-backend.h"
 #include "ggml.h"
 
 #include <atomic>
@@ -55,6 +56,7 @@ struct Session {
 
     Engine * engine = nullptr;
     const llama_context * context = nullptr;
+    ggml_backend_t device_backend = nullptr; // llama.cpp's own, of the device that streamed blocks run on
 
     // the sticky error; written once per decode under the engine's lock
     std::atomic<bool> failed{false};
@@ -65,6 +67,7 @@ struct Session {
     bool charged = false;              // its memory is part of the plan
     uint64_t kv_bytes = 0;
     uint64_t compute_bytes = 0;
+    uint64_t device_kv_bytes = 0, device_compute_bytes = 0;
     uint64_t output_bytes = 0;         // logits it may ask for
     uint64_t work_bytes = 0;           // largest work buffer of its graphs
     uint64_t fixed_bytes() const { return compute_bytes + work_bytes + output_bytes; }

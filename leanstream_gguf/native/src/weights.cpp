@@ -18,11 +18,6 @@ constexpr uint64_t kMinExpertBytes = 4 * 1024;
 constexpr uint64_t kGroupBytes     = 4u << 20;   // small matrices share a group up to this size ...
 constexpr uint64_t kMinGroups      = 16;         // ... or a smaller one, so that a small model can be streamed too
 
-int32_t block_of(const std::string & name) {
-    int32_t n = -1;
-    return sscanf(name.c_str(), "blk.%d.", &n) == 1 ? n : -1;
-}
-
 bool is_view(const ggml_tensor * node) {
     return node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
 }
@@ -34,6 +29,11 @@ bool streamable(const Weight & w, const ggml_tensor * node, int source) {
 }
 
 } // namespace
+
+int32_t block_of(const std::string & name) {
+    int32_t n = -1;
+    return sscanf(name.c_str(), "blk.%d.", &n) == 1 ? n : -1;
+}
 
 int32_t Weight::block() const {
     return block_of(entry->name);
@@ -69,6 +69,11 @@ Weight * Weights::add(ggml_tensor * tensor, uint8_t * home) {
 Weight * Weights::find(const ggml_tensor * tensor) {
     const auto it = by_tensor_.find(tensor);
     return it == by_tensor_.end() ? nullptr : it->second;
+}
+
+const Weight * Weights::find_name(const std::string & name) const {
+    const auto it = std::find_if(weights_.begin(), weights_.end(), [&](const Weight & w) { return w.entry->name == name; });
+    return it == weights_.end() ? nullptr : &*it;
 }
 
 // Stacked experts that share the ids tensor of one routing decision form one layer.
@@ -149,6 +154,7 @@ void Weights::learn(const ggml_cgraph * graph, ggml_backend_buffer_type_t buffer
             if (!w) {
                 throw Error(LS_ERR_UNSUPPORTED, format("the graph uses a weight '%s' that the file does not hold", ggml_get_name(src)));
             }
+            w->on_device = w->on_device || (on_device && on_device(*w, node, s));
             if (seen_.insert(w->tensor).second) {
                 learn_use(*w, node, s);
             } else {
@@ -172,9 +178,12 @@ void Weights::form_groups() {
             continue;
         }
         const uint64_t bytes = span_bytes(w->entry->offset, w->entry->n_bytes);
-        if (groups.empty() || groups.back().n_bytes + bytes > limit) {
+        const bool other_place = !groups.empty() && (groups.back().on_device != w->on_device ||
+            (w->on_device && groups.back().block != block_of(w->entry->name)));
+        if (groups.empty() || other_place || groups.back().n_bytes + bytes > limit) {
             groups.emplace_back();
             groups.back().block = block_of(w->entry->name);
+            groups.back().on_device = w->on_device;
         }
         DenseGroup & g = groups.back();
         w->group = int32_t(groups.size() - 1);
@@ -193,7 +202,7 @@ void Weights::form_groups() {
 uint64_t Weights::resident_bytes() const {
     uint64_t n = 0;
     for (const Weight & w : weights_) {
-        if (w.use == Use::resident) {
+        if (w.use == Use::resident && !w.on_device) {
             n += home_bytes(w.entry->n_bytes);
         }
     }

@@ -8,6 +8,7 @@
 #include "ggml.h"
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <unordered_map>
 #include <unordered_set>
@@ -33,6 +34,8 @@ struct Weight {
     int32_t group = -1;        // dense: index into groups
     int32_t layer = -1;        // expert: index into moe_layers
     int32_t part = -1;         // expert: index into the layer's parts
+    bool in_memory = false;    // looked up by row, and all rows are at home
+    bool on_device = false;    // its block runs on the device, which holds a twin of it (device_tier.h)
 
     int32_t block() const;     // transformer block, "blk.N.", or -1
 };
@@ -44,6 +47,7 @@ struct DenseGroup {
     uint64_t n_bytes = 0;              // page-rounded, what a ring slot takes
     uint64_t home_bytes = 0;           // what the pinned members take, large pages across their borders included
     int32_t  block = -1;               // transformer block of the first member
+    bool     on_device = false;        // all members are; then they are of one block
 };
 
 // One layer's experts. A part is one stacked tensor: gate, up, down, or merged gate and up, in graph order.
@@ -75,6 +79,7 @@ public:
     // A tensor of our buffer type; nullptr if the file has no such tensor.
     Weight * add(ggml_tensor * tensor, uint8_t * home);
     Weight * find(const ggml_tensor * tensor);
+    const Weight * find_name(const std::string & name) const; // linear; nullptr if no graph has used it
 
     // Learn from a graph, in its order, how each weight is used, and form groups and layers. Until freeze() a later graph
     // may still change what an earlier one said; afterwards nothing changes. Throws Error(LS_ERR_UNSUPPORTED).
@@ -84,8 +89,13 @@ public:
 
     std::vector<DenseGroup> groups;
     std::vector<MoeLayer>   moe_layers;
+    // is this weight used on the device by this node? None: there is no device.
+    std::function<bool(const Weight & w, const ggml_tensor * node, int source)> on_device;
 
     const std::deque<Weight> & all() const { return weights_; }
+    std::deque<Weight> & all() { return weights_; }
+    // its rows are looked up on the host, though the device has it as a matrix
+    bool looked_up(const Weight & w) const { return w.on_device && w.entry->name == "token_embd.weight"; }
     uint64_t resident_bytes() const;
     uint64_t largest_group_bytes() const;
     uint64_t largest_expert_bytes() const;
@@ -104,6 +114,9 @@ private:
     std::unordered_map<const ggml_tensor *, uint32_t> layer_of_ids_; // within one graph
     bool frozen_ = false;
 };
+
+// transformer block in a tensor's name, "blk.N.", or -1
+int32_t block_of(const std::string & name);
 
 // bytes of address space that a weight takes at home: its pages, and one for its distance to the page start
 inline uint64_t home_bytes(uint64_t n_bytes) {

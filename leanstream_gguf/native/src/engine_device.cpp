@@ -1,0 +1,195 @@
+// What the device tier needs of the engine: experts in host memory, the plan of device memory, and loading into it.
+#include "engine.h"
+
+#include <algorithm>
+
+namespace ls {
+
+void Engine::use_device(std::unique_ptr<DeviceTier> tier) {
+    device_ = std::move(tier);
+    weights.on_device = [this](const Weight & w, const ggml_tensor * node, int source) { return device_->places(w, node, source); };
+}
+
+uint64_t Engine::device_budget_in_force(const FixedMemory & fixed, bool allocated) const {
+    if (device_budget_bytes_) {
+        return device_budget_bytes_;
+    }
+    uint64_t free_bytes = 0, total_bytes = 0;
+    device_->memory(free_bytes, total_bytes);
+    const uint64_t ours = fixed.device_driver + (allocated ? fixed.device_kv + fixed.device_compute : 0);
+    const uint64_t most = std::min(total_bytes, free_bytes + ours), headroom = device_->headroom_bytes();
+    return most > headroom ? most - headroom : 1;
+}
+
+DevicePlan Engine::plan_device(const FixedMemory & fixed, bool allocated) {
+    if (device_->activated()) {
+        return device_->plan();
+    }
+    const DevicePlan plan = make_device_plan(device_->plan_input(weights, fixed.device_sum(), device_budget_in_force(fixed, allocated)));
+    device_->choose(weights, plan);
+    device_fixed_bytes_ = fixed.device_sum();
+    return plan;
+}
+
+// Slots and stages do not shrink for a context that is made later: it has to fit beside them.
+void Engine::check_device_locked(const FixedMemory & fixed) const {
+    if (!device_ || device_->plan().budget_bytes == 0) {
+        return;
+    }
+    const DevicePlan & plan = device_->plan();
+    const uint64_t needed = plan.used_bytes + fixed.device_sum() - std::min(fixed.device_sum(), device_fixed_bytes_);
+    if (needed > plan.budget_bytes) {
+        throw Error(LS_ERR_BUDGET, format("this context does not fit the device budget of %s beside the model: %s would be needed; make it "
+            "before the model is activated, or raise device_budget", human_bytes(plan.budget_bytes).c_str(), human_bytes(needed).c_str()))
+            .sizes(plan.budget_bytes, needed);
+    }
+}
+
+// Reads into two buffers in turn: the drive fills one while the device takes the other.
+void Engine::load_device(Lock & lock) {
+    constexpr uint64_t kPiece = 32u << 20;
+    AddressSpace staging[2] = {AddressSpace(kPiece + page_size()), AddressSpace(kPiece + page_size())};
+    RowBatch batch[2];
+    struct Piece { const DeviceTier::Load * load; uint64_t at, n_bytes; uint8_t * data; };
+    std::vector<Piece> pieces;
+    const std::vector<DeviceTier::Load> loads = device_->loads(weights);
+    for (const DeviceTier::Load & l : loads) {
+        for (uint64_t at = 0; at < l.n_bytes; at += kPiece) {
+            pieces.push_back({&l, at, std::min(kPiece, l.n_bytes - at), nullptr});
+        }
+    }
+    for (AddressSpace & s : staging) {
+        s.commit(s.base(), s.size());
+        device_->lock_pages(s.base(), s.size());
+    }
+    const auto start = [&](size_t i) {
+        const IndexEntry & entry = *pieces[i].load->weight->entry;
+        const uint64_t offset = entry.offset + pieces[i].at;
+        pieces[i].data = staging[i % 2].base() + offset % page_size();
+        std::vector<ReadRequest> requests;
+        add_requests(requests, *devices_[entry.shard], offset, pieces[i].n_bytes, pieces[i].data, options_.chunk_bytes, Priority::load,
+            uint64_t(uintptr_t(&batch[i % 2])) | kRows);
+        batch[i % 2].error = 0;
+        batch[i % 2].n_pending = uint32_t(requests.size());
+        scheduler_->submit(requests);
+    };
+    for (size_t i = 0; i < pieces.size(); ++i) {
+        if (i == 0) {
+            start(0);
+        }
+        changed_.wait(lock, [&] { return batch[i % 2].n_pending == 0; });
+        if (batch[i % 2].error) {
+            device_->unlock_all_pages();
+            throw Error(ls_status(read_error_.status), read_error_.message).path(read_error_.path).sys(read_error_.sys_errno)
+                .offset(read_error_.offset_bytes);
+        }
+        if (i + 1 < pieces.size()) {
+            start(i + 1);
+        }
+        lock.unlock(); // readers finish under it
+        ggml_backend_tensor_set(pieces[i].load->twin, pieces[i].data, pieces[i].at, pieces[i].n_bytes);
+        lock.lock();
+    }
+    device_->unlock_all_pages();
+}
+
+// Page-locked memory is copied at the bus's rate; other memory at about a third of it.
+void Engine::lock_host_pages_locked() {
+    if (!device_->plan().streams()) {
+        return;
+    }
+    device_->lock_pages(cache_->base(), cache_->capacity_bytes());
+    device_->lock_pages(ring_.space.base(), ring_.space.size());
+    for (const Weight & w : weights.all()) {
+        if (w.on_device && w.use == Use::dense && group_pinned_[size_t(w.group)] && !device_->group_resident(weights.groups[size_t(w.group)])) {
+            device_->lock_pages((uint8_t *) uintptr_t(page_floor(uintptr_t(w.home))), span_bytes(w.entry->offset, w.entry->n_bytes));
+        }
+    }
+}
+
+// ---- experts in host memory ----------------------------------------------------------------------------------------
+
+size_t Engine::fetch_experts(uint32_t layer, const std::vector<uint32_t> & experts, size_t first, bool cold) {
+    Lock lock(mutex_);
+    const MoeLayer & l = weights.moe_layers[layer];
+    std::vector<ReadRequest> requests;
+    size_t i = first;
+    for (; i < experts.size(); ++i) {
+        const uint32_t unit = l.first_unit + experts[i];
+        if (!cache_->resident(unit) && !admit_locked(unit, cold)) {
+            break;
+        }
+        (whole_unit_locked(unit, uint32_t(l.parts.size())) ? stats_.hits : stats_.misses)++;
+        if (!cold) {
+            cache_->touch(unit);
+        }
+        cache_->pin(unit);
+        for (uint32_t p = 0; p < l.parts.size(); ++p) {
+            start_part_locked(layer, experts[i], p, Priority::demand, requests);
+        }
+    }
+    scheduler_->submit(requests);
+    return i;
+}
+
+bool Engine::expert_ready(uint32_t layer, uint32_t expert) const {
+    const MoeLayer & l = weights.moe_layers[layer];
+    for (uint32_t p = 0; p < l.parts.size(); ++p) {
+        if (Load(part_state(l.first_unit + expert, p).load(std::memory_order_acquire)) != Load::ready) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool Engine::wait_expert(Session & session, uint32_t layer, uint32_t expert) {
+    if (expert_ready(layer, expert)) {
+        return true;
+    }
+    const MoeLayer & l = weights.moe_layers[layer];
+    Lock lock(mutex_);
+    for (;;) {
+        bool pending = false;
+        for (uint32_t p = 0; p < l.parts.size(); ++p) {
+            const size_t id = size_t(l.first_unit + expert) * MoeLayer::kMaxParts + p;
+            if (Load(part_state_[id].load()) == Load::failed && part_pending_[id] == 0) {
+                fail(session, read_error_);
+                return false;
+            }
+            pending = pending || Load(part_state_[id].load()) != Load::ready;
+        }
+        if (!pending) {
+            return true;
+        }
+        wait_locked(lock, true);
+    }
+}
+
+const uint8_t * Engine::expert_memory(uint32_t layer, uint32_t part, uint32_t expert) const {
+    const MoeLayer & l = weights.moe_layers[layer];
+    return cache_->memory(l.first_unit + expert) + l.slot_offset(part, expert);
+}
+
+uint32_t Engine::unit_of(uint32_t layer, uint32_t expert) const {
+    return weights.moe_layers[layer].first_unit + expert;
+}
+
+void Engine::release_experts(const std::vector<uint32_t> & units) {
+    if (units.empty()) {
+        return;
+    }
+    Lock lock(mutex_);
+    for (uint32_t u : units) {
+        cache_->unpin(u);
+    }
+    changed_.notify_all();
+}
+
+void Engine::wait_for_room() {
+    Lock lock(mutex_);
+    if (cache_->n_pinned() == cache_->n_slots()) {
+        wait_locked(lock, true);
+    }
+}
+
+} // namespace ls

@@ -1,0 +1,139 @@
+// A model on a device with less memory than it needs: logits are the bytes of the whole model on that device, at every budget of
+// device and host memory. Runs where a build has a GPU backend and there is a device, Mesa's software Vulkan driver included.
+#include "check.h"
+#include "toy_run.h"
+
+#include "ggml-backend.h"
+
+#include <thread>
+
+using check::Streaming;
+using check::ToyModel;
+
+namespace {
+
+constexpr int32_t kAll = -1;
+
+void require_device() {
+    for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
+        const enum ggml_backend_dev_type type = ggml_backend_dev_type(ggml_backend_dev_get(i));
+        if (type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU) {
+            return;
+        }
+    }
+    SKIP("no device: build with -DGGML_VULKAN=ON and set GGML_VK_VISIBLE_DEVICES=0 for the software driver");
+}
+
+// a batch of many tokens, one of a few, then single ones
+std::vector<float> run(ToyModel & m) {
+    std::vector<float> out = m.logits(0, 64, 10);
+    const std::vector<float> few = m.logits(0, 3, 6, 7);
+    out.insert(out.end(), few.begin(), few.end());
+    return out;
+}
+
+// level: of host memory
+Streaming on_device(uint64_t device_budget, double level = check::kUnlimited, int32_t n_gpu_layers = kAll) {
+    Streaming s(level);
+    s.n_gpu_layers = n_gpu_layers;
+    s.device_budget_bytes = device_budget;
+    return s;
+}
+
+struct Range { uint64_t low, high; };
+
+Range range(const std::string & path) {
+    ToyModel everything(path, on_device(0));
+    return {everything.device_number("minimum_budget_bytes"), everything.device_number("full_budget_bytes")};
+}
+
+void exact_at_every_device_budget(const char * name) {
+    require_device();
+    const std::string path = check::toy(name);
+    ToyModel whole(path, 2, 99);
+    const std::vector<float> expected = run(whole);
+    REQUIRE(!expected.empty());
+    const Range r = range(path);
+    REQUIRE(r.low <= r.high); // the same where all matrices fit two stages
+    for (const uint64_t device_budget : {r.low, (3 * r.low + r.high) / 4, (r.low + r.high) / 2, r.high}) {
+        ToyModel m(path, on_device(device_budget));
+        const std::string what = std::string(name) + " at " + std::to_string(device_budget) + " of device memory";
+        check::same_logits(run(m), expected, what);
+        CHECK_EQ(m.error().status, LS_OK);
+        const ls_stats cold = m.stats();
+        CHECK_EQ(cold.device_budget_bytes, device_budget);
+        CHECK(cold.device_used_bytes <= device_budget);
+        CHECK_EQ(cold.device_copied_bytes == 0, device_budget == r.high);
+        CHECK_EQ(cold.device_syncs == 0, device_budget == r.high);
+        check::same_logits(run(m), expected, what + ", warm");
+    }
+}
+
+} // namespace
+
+TEST(moe_qwen3)      { exact_at_every_device_budget("moe_qwen3"); }
+TEST(moe_bias)       { exact_at_every_device_budget("moe_bias"); }
+TEST(moe_merged)     { exact_at_every_device_budget("moe_merged"); }
+TEST(moe_dense_lead) { exact_at_every_device_budget("moe_dense_lead"); }
+TEST(dense_untied)   { exact_at_every_device_budget("dense_untied"); }
+TEST(dense_tied)     { exact_at_every_device_budget("dense_tied"); }
+
+// Device and host both short: experts and matrices come from disk, through host memory, to the device.
+TEST(both_budgets_at_their_minimum) {
+    require_device();
+    for (const char * name : {"moe_qwen3", "dense_untied"}) {
+        const std::string path = check::toy(name);
+        ToyModel whole(path, 2, 99);
+        const std::vector<float> expected = run(whole);
+        const Range r = range(path);
+        ToyModel m(path, on_device(r.low, check::kMinimum));
+        check::same_logits(run(m), expected, name);
+        check::same_logits(run(m), expected, std::string(name) + " again");
+        CHECK(m.stats().read_bytes > 0);
+    }
+}
+
+// n_gpu_layers as llama.cpp reads it: the other blocks stay with the host's own path.
+TEST(some_blocks_on_the_device) {
+    require_device();
+    const std::string path = check::toy("moe_qwen3");
+    ToyModel whole(path, 2, 2);
+    const std::vector<float> expected = run(whole);
+    REQUIRE(!expected.empty());
+    ToyModel everything(path, on_device(0, check::kUnlimited, 2));
+    check::same_logits(run(everything), expected, "everything resident");
+    ToyModel m(path, on_device(everything.device_number("minimum_budget_bytes"), check::kUnlimited, 2));
+    check::same_logits(run(m), expected, "least device memory");
+}
+
+TEST(too_small_a_device_budget_is_refused) {
+    require_device();
+    const std::string path = check::toy("moe_qwen3");
+    const Range r = range(path);
+    std::string message;
+    try {
+        ToyModel m(path, on_device(r.low - (1u << 20)));
+    } catch (const std::exception & e) {
+        message = e.what();
+    }
+    CHECK(message.find("device budget") != std::string::npos);
+    ToyModel m(path, on_device(r.low));
+    CHECK_EQ(ls_model_set_device_budget(m.streamed(), r.high), LS_ERR_STATE);
+}
+
+TEST(two_contexts_take_turns) {
+    require_device();
+    const std::string path = check::toy("moe_qwen3");
+    ToyModel whole(path, 2, 99);
+    const std::vector<float> expected = whole.logits();
+    Streaming s = on_device(0);
+    s.n_contexts = 2;
+    ToyModel everything(path, s);
+    s.device_budget_bytes = everything.device_number("minimum_budget_bytes");
+    ToyModel m(path, s);
+    std::vector<float> second;
+    std::thread other([&] { second = m.logits(1); });
+    check::same_logits(m.logits(0), expected, "first");
+    other.join();
+    check::same_logits(second, expected, "second");
+}
