@@ -218,12 +218,23 @@ class StreamHandle:
         self._require().pin(layer, ids)
 
 
+def device_bytes(budget: Budget | None, handle: ModelHandle) -> int:
+    """A device budget in bytes, 0 = what is free.
+
+    Raises:
+        ArgumentError: a word that has no meaning for device memory.
+    """
+    if budget is None or budget.kind in ("auto", "full"):
+        return 0
+    if budget.kind not in ("bytes", "share"):
+        raise ArgumentError(f"device_budget {budget} has no meaning; give a size, a share of the model file, or 'auto'")
+    return budget.n_bytes or max(1, int(budget.share * int(handle.index()["file_bytes"])))
+
+
 def _refuse(options: dict[str, Any]) -> None:
     """Settings of the parent that cannot hold for a streamed model: refused by name, or dropped with a warning."""
     if options.get("lora_path") or options.get("lora_base"):
         raise UnsupportedError("LoRA adapters cannot be applied to streamed weights", remedy="merge the adapter into the GGUF")
-    if options.get("n_gpu_layers", 0) and llama_cpp.llama_supports_gpu_offload():
-        raise UnsupportedError("n_gpu_layers with a memory budget is not supported yet", remedy="leave n_gpu_layers at 0")
     if options.pop("use_mlock", False):  # not an error, because llama_cpp.server asks for it by default
         text = "use_mlock is ignored under a memory budget: streamed weights are read into memory of our own, which is not locked"
         warnings.warn(text, LeanStreamWarning, stacklevel=4)
@@ -247,6 +258,8 @@ class Llama(_Parent):
 
     Args:
         model_path: an unmodified GGUF file, or the first of a split set.
+        device_budget: GPU memory for the layers that n_gpu_layers puts there: `"8GiB"`, bytes, `"50%"` (of the model file), or
+            `"auto"`, which is also None: what is free, less 5 % or 256 MiB. Given without n_gpu_layers, all layers.
         memory_budget: `"2GiB"`, bytes, `"55%"` (of the model file), `"auto"` (the memory limit of the machine or its
             cgroup less a reserve), `"min"` or `"full"`. It bounds the whole process: weights, context, buffers, caches
             and the interpreter. None without `stream` loads exactly as llama_cpp does.
@@ -263,6 +276,7 @@ class Llama(_Parent):
         model_path: str,
         *,
         memory_budget: Budget | int | str | None = None,
+        device_budget: Budget | int | str | None = None,
         stream: StreamConfig | None = None,
         **options: Any,
     ) -> None:
@@ -273,13 +287,16 @@ class Llama(_Parent):
         if stream is not None and not isinstance(stream, StreamConfig):
             raise ArgumentError(f"stream must be a StreamConfig, not {type(stream).__name__}")
         # llama.cpp cannot read a repacked file by itself
-        plain = memory_budget is None and stream is None and not os.fspath(model_path).endswith(LEAN_SUFFIX)
+        plain = memory_budget is None and device_budget is None and stream is None and not os.fspath(model_path).endswith(LEAN_SUFFIX)
         if plain or options.get("vocab_only"):
             with construction:
                 super().__init__(model_path, **options)
             return
         budget = Budget.parse("full" if memory_budget is None else memory_budget)
         try:
+            if device_budget is not None:
+                options.setdefault("n_gpu_layers", -1)
+            self._device_budget = None if device_budget is None else Budget.parse(device_budget, name="device_budget")
             self._open(os.fspath(model_path), budget, stream or StreamConfig(), options)
         except BaseException:
             self.close()
@@ -291,6 +308,7 @@ class Llama(_Parent):
         self._handle = handle = ModelHandle(model_path, config)
         handle.hold()
         self._holds = True
+        handle.set_device_budget(device_bytes(self._device_budget, handle))
         all_logits = bool(options.get("logits_all")) or options.get("draft_model") is not None
         shape = planner.Shape.from_index(handle.index())
         defaults = planner.context_defaults(
@@ -432,7 +450,7 @@ class Llama(_Parent):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         if self.stream.config is not None:
-            state |= {"memory_budget": self.stream.budget, "stream": self.stream.config}
+            state |= {"memory_budget": self.stream.budget, "device_budget": self._device_budget, "stream": self.stream.config}
         return state
 
 
@@ -445,7 +463,7 @@ def _bound_argument(function: Any, name: str, args: tuple[Any, ...], kwargs: Map
 def _merged_signature(parent: inspect.Signature, own: inspect.Signature) -> inspect.Signature:
     """The parent's parameters with ours added before its **kwargs, for help() and inspect."""
     parameters = [p for p in parent.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    parameters += [own.parameters[name] for name in ("memory_budget", "stream")]
+    parameters += [own.parameters[name] for name in ("memory_budget", "device_budget", "stream")]
     return parent.replace(parameters=parameters + [p for p in parent.parameters.values() if p.kind is p.VAR_KEYWORD])
 
 

@@ -208,6 +208,18 @@ class ModelHandle:
             check(lib.ls_model_activate(model, budget_bytes, cache_bytes, self.baseline_bytes))
             self._cache_bytes = cache_bytes
 
+    def set_device_budget(self, n_bytes: int) -> None:
+        """Device memory that may be used, the driver's own included; before activation.
+
+        Args:
+            n_bytes: 0 = what is free then, less a headroom.
+
+        Raises:
+            StateError: the model is activated.
+        """
+        with self._use() as (_, lib, model):
+            check(lib.ls_model_set_device_budget(model, n_bytes))
+
     def set_budget(self, budget_bytes: int, cache_bytes: int = 0) -> None:
         """Change the budget at the next token boundary; returns when it is in force.
 

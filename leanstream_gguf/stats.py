@@ -82,6 +82,12 @@ class Stats(_FromStruct):
     ahead_used_bytes: int
     ahead_wasted_bytes: int
     ahead_cancelled_bytes: int
+    device_budget_bytes: int
+    device_used_bytes: int
+    device_copied_bytes: int
+    device_hits: int
+    device_misses: int
+    device_syncs: int
 
     @property
     def hit_ratio(self) -> float | None:
@@ -90,6 +96,16 @@ class Stats(_FromStruct):
         if hits + misses:
             return _ratio(hits, hits + misses)
         return _ratio(self.dense_hits, self.dense_hits + self.dense_waits)
+
+    @property
+    def device_hit_ratio(self) -> float | None:
+        """Share of expert uses and passes of a layer that found the weights in device memory; None without a device."""
+        return _ratio(self.device_hits, self.device_hits + self.device_misses)
+
+    @property
+    def device_syncs_per_token(self) -> float | None:
+        """Times the host waited for the device because of streaming, for one token."""
+        return _ratio(self.device_syncs, self.n_tokens)
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -124,7 +140,8 @@ class Stats(_FromStruct):
     def to_dict(self) -> dict[str, Any]:
         """All counters and the derived ratios (None where nothing was counted yet)."""
         names = ("hit_ratio", "bytes_per_token", "read_bandwidth", "load_bandwidth", "stall_share", "overlap_share", "wasted_share")
-        return {**asdict(self), **{name: getattr(self, name) for name in names}}
+        device = ("device_hit_ratio", "device_syncs_per_token")
+        return {**asdict(self), **{name: getattr(self, name) for name in (*names, *device)}}
 
     def to_prometheus(self, labels: Mapping[str, str] | None = None, *, prefix: str = "leanstream") -> str:
         """Prometheus text exposition. Times become seconds; ratios that are unknown are left out."""
@@ -156,6 +173,10 @@ _GAUGES = frozenset(
         "stall_share",
         "overlap_share",
         "wasted_share",
+        "device_budget_bytes",
+        "device_used_bytes",
+        "device_hit_ratio",
+        "device_syncs_per_token",
     }
 )
 

@@ -161,7 +161,6 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
 void Engine::load_resident(Lock & lock) {
     std::vector<ReadRequest> requests;
     for (Weight & w : weights.all()) {
-        // Beside a device with no bound on host memory, rows are worth keeping: a token takes 3 ms there, a read 0.1.
         const bool table = device_ && budget_bytes_ == 0 && w.home && (w.use == Use::rows || weights.looked_up(w));
         if ((w.use == Use::resident && !w.on_device) || table) {
             w.in_memory = table;
@@ -227,8 +226,7 @@ void Engine::apply_locked(Lock & lock, const Plan & plan) {
     lock.lock();
 }
 
-// Everything fits: nothing will be given up, so read it all now rather than at first use. Behind a device, as many as fit,
-// those first that the device has no slot for.
+// Nothing will be given up, so read it all now; behind a device as many as fit, those first that have no slot there.
 std::vector<ReadRequest> Engine::start_all_experts_locked() {
     std::vector<ReadRequest> requests;
     for (const bool in_slot : {false, true}) {
