@@ -27,25 +27,53 @@ construction = threading.RLock()
 _LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
 
 
+class _Recorder:
+    """The log callback while a model loads: keeps the error lines of the loading thread, passes everything on.
+
+    One for the life of the process, since a thread that loads an ordinary model may still be in a call of it, or about to
+    make one, when the recording ends.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] | None = None
+        self.thread = 0
+        self.previous, self.user_data = low_level.llama_log_callback(), ctypes.c_void_p()
+        self.callback = low_level.llama_log_callback(self._record)
+
+    def _record(self, level: int, text: bytes, _: int | None) -> None:
+        lines = self.lines
+        if lines is not None and level == _LOG_ERROR and threading.get_ident() == self.thread:
+            lines.append(text.decode("utf-8", "replace").strip())
+        if self.previous:
+            self.previous(level, text, self.user_data)
+
+    def install(self) -> None:
+        previous, user_data = low_level.llama_log_callback(), ctypes.c_void_p()
+        low_level.llama_log_get(ctypes.byref(previous), ctypes.byref(user_data))
+        self.previous, self.user_data = previous, user_data
+        low_level.llama_log_set(self.callback, ctypes.c_void_p(0))
+
+    def uninstall(self) -> None:
+        low_level.llama_log_set(self.previous, self.user_data)
+
+
+_recorder = _Recorder()
+
+
 @contextlib.contextmanager
 def recorded_log() -> Iterator[list[str]]:
-    """The error lines llama.cpp logs meanwhile; they still reach the callback that was set before. Hold `construction`."""
-    lines: list[str] = []
-    previous, user_data = low_level.llama_log_callback(), ctypes.c_void_p()
-    low_level.llama_log_get(ctypes.byref(previous), ctypes.byref(user_data))
-
-    @low_level.llama_log_callback  # type: ignore[untyped-decorator]
-    def record(level: int, text: bytes, _: int | None) -> None:
-        if level == _LOG_ERROR:
-            lines.append(text.decode("utf-8", "replace").strip())
-        if previous:
-            previous(level, text, user_data)
-
-    low_level.llama_log_set(record, ctypes.c_void_p(0))
+    """The error lines llama.cpp logs meanwhile on this thread; they still reach the callback that was set before. Hold
+    `construction`."""
+    outer, _recorder.lines = _recorder.lines, []
+    _recorder.thread = threading.get_ident()
+    if outer is None:
+        _recorder.install()
     try:
-        yield lines
+        yield _recorder.lines
     finally:
-        low_level.llama_log_set(previous, user_data)
+        if outer is None:
+            _recorder.uninstall()
+        _recorder.lines = outer
 
 
 def refusal(path: str, log: list[str]) -> LeanStreamError:

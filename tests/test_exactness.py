@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import assert_same_bytes, logits, sample_tokens, streamed, unstreamed
+from support import assert_same_bytes, logits, run_python, sample_tokens, streamed, unstreamed
 from toygguf.models import MODELS
 
 pytestmark = [
@@ -193,6 +193,32 @@ def test_two_streamed_models_and_a_plain_one_in_threads(tiny: Tiny) -> None:
         for i, got in enumerate(pool.map(work, range(3), timeout=240)):
             for one in got:
                 assert_same_bytes(one, expected[i])
+
+
+LOADING_BESIDE = """
+import sys, threading, warnings
+warnings.simplefilter("ignore")
+import leanstream_gguf, llama_cpp
+
+def plain():
+    for _ in range(40):
+        llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False, use_mmap=False).close()
+
+def streamed():
+    for _ in range(25):
+        leanstream_gguf.Llama(sys.argv[1], n_ctx=64, memory_budget="min", verbose=False).close()
+
+threads = [threading.Thread(target=f) for f in (plain, plain, streamed)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_ordinary_models_load_while_a_streamed_one_records_the_log(tiny: Tiny) -> None:
+    # llama.cpp has one log callback for the process, and may be inside it when the recording ends
+    assert run_python(LOADING_BESIDE, tiny("moe_qwen3")).returncode == 0
 
 
 def test_models_built_and_closed_in_turn(tiny: Tiny) -> None:
