@@ -45,7 +45,7 @@ def test_names_and_signatures_are_a_superset_of_the_parents() -> None:
             other = found.parameters[parameter.name]
             assert (other.kind, other.default) == (parameter.kind, parameter.default), f"{name}({parameter.name})"
     added = set(inspect.signature(ours).parameters) - set(inspect.signature(parent).parameters)
-    assert added == {"memory_budget", "stream"}
+    assert added == {"memory_budget", "device_budget", "stream"}
 
 
 def test_without_a_budget_it_is_the_parent(tiny: Tiny) -> None:
