@@ -166,9 +166,10 @@ async def set_config(request: Request, change: ConfigChange) -> dict[str, Any]:
     if change.budget is not None:
         settings = settings.changed({"memory_budget": change.budget})
     host.sources[alias] = settings  # also for a later load
+    reply = await asyncio.to_thread(_config, host)  # before the model that it describes is closed
     if again:
         await host.switch(alias, again)
-    return {**await asyncio.to_thread(_config, host), "reloading": bool(again)}
+    return {**reply, "reloading": bool(again)}
 
 
 @router.post("/v1/stream/load", summary="Load another configured model", tags=["Stream"], status_code=202)
