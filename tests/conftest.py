@@ -7,6 +7,7 @@ Chromium and is skipped, and listed, likewise.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -87,11 +88,20 @@ def _require(config: pytest.Config, what: str, path: Path, remedy: str) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting of the developer's shell reaches a test."""
+def clean_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """No setting of the developer's shell reaches a test, nor one of llama_cpp.server's bare names (MODEL, HOST, PORT)."""
+    server = _server_variables() if "native" in request.fixturenames else frozenset()
     for name in list(os.environ):
-        if name.startswith("LEANSTREAM_") and not name.startswith(KEPT_VARIABLES):
+        ours = name.startswith("LEANSTREAM_") and not name.startswith(KEPT_VARIABLES)
+        if ours or name.lower() in server:
             monkeypatch.delenv(name)
+
+
+@functools.cache
+def _server_variables() -> frozenset[str]:
+    from leanstream_gguf.server import ModelSettings, ServerSettings
+
+    return frozenset(ModelSettings.model_fields) | frozenset(ServerSettings.model_fields) | {"config_file"}
 
 
 @pytest.fixture(scope="session")

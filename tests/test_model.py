@@ -338,8 +338,8 @@ except leanstream_gguf.BudgetError as error:
 def test_large_context_that_fits_loads(tiny: Tiny) -> None:
     with streamed(tiny("dense_untied"), "min") as llm:
         expected = text(llm)
-    with streamed(tiny("dense_untied"), "500MiB", n_ctx=1 << 16, logits_all=False) as llm:
-        assert llm.stream.memory().kv_bytes > 125 << 20  # over a quarter of the budget: tried without allocating first
+    with streamed(tiny("dense_untied"), "900MiB", n_ctx=1 << 17, logits_all=False) as llm:
+        assert llm.stream.memory().kv_bytes > 225 << 20  # over a quarter of the budget: tried without allocating first
         assert text(llm) == expected
 
 
