@@ -365,7 +365,7 @@ void Engine::begin(Session & session, const ggml_cgraph * graph) {
         const bool room = !plan_.streams_dense() || n_active_ == 0 || held_at_once_ + session.n_held_at_once <= ring_.slots.size();
         return !reconfiguring_ && room && !(device_streams() && n_active_ > 0); // slots and stages are one context's at a time
     });
-    begin_speculation_locked(session);
+    begin_speculation_locked(session, graph);
     n_active_++;
     held_at_once_ += session.n_held_at_once;
     session.active = true;

@@ -107,8 +107,6 @@ public:
     void set_speculation(uint32_t depth, uint32_t stages);
     void trace_begin(const std::string & path, const std::string & note);
     void trace_end();
-    // inside a graph, lock-free: are guesses of this lead asked for?
-    bool guesses(uint8_t lead) const { return lead <= spec_.lead_now.load(std::memory_order_relaxed); }
     const Router & router(uint32_t layer) const { return spec_.routers[layer]; }
     // scores: [n_experts] of the layer, from one token's residual
     void guessed(Session & session, uint32_t layer, uint8_t lead, const float * scores);
@@ -202,7 +200,7 @@ private:
     void wait_locked(Lock & lock, bool count_stall);
 
     void prepare_speculation_locked();
-    void begin_speculation_locked(Session & session);
+    void begin_speculation_locked(Session & session, const ggml_cgraph * graph);
     void end_speculation_locked(Session & session);
     void read_ahead_guessed_locked(uint32_t layer, uint8_t lead, const std::vector<float> & p);
     bool admit_ahead_locked(uint32_t unit);

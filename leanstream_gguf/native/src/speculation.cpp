@@ -17,6 +17,17 @@ constexpr float kLowestP = 0.35f, kHighestP = 0.95f;
 constexpr double kWasteAimed = 0.10;  // of the bytes read
 constexpr double kRecentBytes = 256e6;
 
+// Nodes of farther leads are left out, with the barrier behind them: where nothing is read ahead, guessing costs nothing.
+void switch_guesses(const ggml_cgraph * graph, uint8_t farthest) {
+    for (int i = 0; i < graph->n_nodes; ++i) {
+        ggml_tensor * node = graph->nodes[i];
+        if (node->op == GGML_OP_CUSTOM && op_params(node).custom.fun == op_guess) {
+            const bool on = op_params(node).part <= farthest;
+            node->flags = on ? node->flags | GGML_TENSOR_FLAG_COMPUTE : node->flags & ~GGML_TENSOR_FLAG_COMPUTE;
+        }
+    }
+}
+
 } // namespace
 
 // Fewer, surer guesses while too much of what is read is wasted; more while little is.
@@ -139,7 +150,7 @@ void Engine::trace_end() {
 }
 
 // Before a graph: what will be guessed in it, and read on those guesses.
-void Engine::begin_speculation_locked(Session & session) {
+void Engine::begin_speculation_locked(Session & session, const ggml_cgraph * graph) {
     session.lead = 0;
     session.measured = false;
     const bool single = session.n_tokens == 1;
@@ -152,7 +163,7 @@ void Engine::begin_speculation_locked(Session & session) {
                                                                                                        : spec_.settings.farthest();
         session.measured = is_auto;
     }
-    spec_.lead_now.store(single && spec_.trace ? uint8_t(kLeadLayers) : session.lead, std::memory_order_relaxed);
+    switch_guesses(graph, single && spec_.trace ? uint8_t(kLeadLayers) : session.lead);
 }
 
 void Engine::end_speculation_locked(Session & session) {
@@ -407,7 +418,7 @@ void op_guess(ggml_tensor * dst, int ith, int nth, void *) {
     Session & session = *p.session;
     Engine & engine = *session.engine;
     const uint8_t lead = uint8_t(p.part);
-    if (!engine.guesses(lead) || session.failed.load(std::memory_order_relaxed)) {
+    if (session.failed.load(std::memory_order_relaxed)) {
         return;
     }
     const Router & router = engine.router(uint32_t(p.index));

@@ -67,7 +67,6 @@ struct Speculation {
     double recent_wasted = 0, recent_read = 0; // bytes, ageing
     std::unique_ptr<TraceWriter> trace;
     std::atomic<bool> tracing{false};        // trace is set
-    std::atomic<uint8_t> lead_now{0};        // farthest lead of the graph that runs; 0: nothing is guessed
 
     Guess & guess(uint32_t layer, uint8_t lead) { return guesses[layer * kLeads + lead]; }
     // waste_bytes of bytes read ahead turned out one way or the other
