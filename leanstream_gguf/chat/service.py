@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import demo_model
+from ..demo_model import DEMO
 from ..errors import ArgumentError, LeanStreamError, ModelNotFoundError, StateError, UnknownIdError
 from ..paths import data_folder
 from . import discovery
@@ -49,7 +50,7 @@ class DemoDownload:
 
     def _work(self) -> None:
         try:
-            demo_model.fetch(self.folder, self._progress)
+            demo_model.fetch(DEMO, self.folder, self._progress)
         except LeanStreamError as error:
             self._error = error
         except demo_model.DownloadCancelled:
@@ -64,20 +65,20 @@ class DemoDownload:
         return self._thread is not None and self._thread.is_alive()
 
     def _file(self) -> Path:
-        return self.folder / demo_model.FILE_NAME
+        return self.folder / DEMO.file
 
     def report(self) -> dict[str, Any]:
         """`state` is absent, downloading, present or failed; bytes and seconds left while downloading."""
         document: dict[str, Any] = {
             "state": "absent",
-            "name": "SmolLM2-135M-Instruct",
-            "file_bytes": demo_model.FILE_BYTES,
-            "license": demo_model.LICENSE,
-            "source": demo_model.REQUIREMENT.split("==")[0],
+            "name": DEMO.name,
+            "file_bytes": DEMO.file_bytes,
+            "license": DEMO.license,
+            "source": DEMO.parts[0].requirement.split("==")[0],
             "path": None,
         }
         if self._running():
-            done, total = self._n_bytes, demo_model.DOWNLOAD_BYTES
+            done, total = self._n_bytes, DEMO.download_bytes
             elapsed = time.monotonic() - (self._started or 0.0)
             left = (total - done) * elapsed / done if done else None
             return document | {"state": "downloading", "bytes": done, "total_bytes": total, "seconds_left": left}
