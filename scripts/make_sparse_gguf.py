@@ -15,69 +15,53 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from make_synthetic_gguf import QWEN3_30B_A3B, ProgressLine, qwen3moe
-from toygguf.container import padded, write_gguf
+from make_synthetic_gguf import QWEN3_30B_A3B, qwen3moe
+from toygguf.output import write_for
 from toygguf.planted import Planter
 from toygguf.quantize import TYPES
-from toygguf.shapes import Dims, Model, attention, begin, embedding, experts, relu2_ffn
+from toygguf.shapes import Dims, Model, begin, embedding, experts, layers, relu2_ffn
 
 HERE = Path(__file__).resolve().parent
 MEASURED = HERE / "activity" / "measured"
 REFERENCE = HERE / "toygguf" / "reference.txt"
 
 
+def _token_type(kind: str) -> str:
+    return "F16" if kind in ("F16", "F32") else "Q8_0"  # token codes must survive
+
+
+def _begin(name: str, arch: str, dims: Dims, kind: str) -> Model:
+    model = begin(name, arch, dims, (kind,))
+    embedding(model, tied=False, kind=_token_type(kind), out_kind="Q6_K")
+    return model
+
+
 def arcee(name: str, dims: Dims, kind: str) -> Model:
     """AFM: squared ReLU without a gate."""
-    model = begin(name, "arcee", dims, (kind,))
-    embedding(model, tied=False, kind=_embedding_type(kind), out_kind="Q6_K")
-    for i in range(dims.n_layer):
-        attention(model, i)
-        model.norm(f"blk.{i}.ffn_norm", dims.n_embd)
-        relu2_ffn(model, i)
-    return model
+    return layers(_begin(name, "arcee", dims, kind), relu2_ffn)
 
 
 def nemotron(name: str, dims: Dims, kind: str) -> Model:
     """Nemotron: the same with layer norms and half of each head rotated."""
-    model = begin(name, "nemotron", dims, (kind,))
+    model = _begin(name, "nemotron", dims, kind)
     model.kv(attention__layer_norm_epsilon=1e-5, rope__dimension_count=dims.d_head // 2)
-    embedding(model, tied=False, kind=_embedding_type(kind), out_kind="Q6_K")
-    model.bias("output_norm", dims.n_embd)
-    for i in range(dims.n_layer):
-        attention(model, i)
-        model.norm(f"blk.{i}.ffn_norm", dims.n_embd)
-        for norm in ("attn_norm", "ffn_norm"):
-            model.bias(f"blk.{i}.{norm}", dims.n_embd)
-        relu2_ffn(model, i)
-    return model
+    return layers(model, relu2_ffn, norm_bias=True)
 
 
 def smallthinker(name: str, dims: Dims, kind: str) -> Model:
     """SmallThinker: ReGLU experts, routed from the layer's input."""
-    model = begin(name, "smallthinker", dims, (kind,))
+    model = _begin(name, "smallthinker", dims, kind)
     model.kv(expert_gating_func=2)
-    embedding(model, tied=False, kind=_embedding_type(kind), out_kind="Q6_K")
-    for i in range(dims.n_layer):
-        attention(model, i)
-        model.norm(f"blk.{i}.ffn_norm", dims.n_embd)
-        experts(model, i)
-    return model
-
-
-def _embedding_type(kind: str) -> str:
-    return "F16" if kind in ("F16", "F32") else "Q8_0"  # token codes must survive
+    return layers(model, experts)
 
 
 def _qwen3moe(name: str, dims: Dims, kind: str) -> Model:
-    model = qwen3moe(name, dims, kind)
-    model.tensors = [replace(t, type=_embedding_type(kind)) if t.name == "token_embd.weight" else t for t in model.tensors]
-    return model
+    return qwen3moe(name, dims, kind, _token_type(kind))
 
 
 @dataclass(frozen=True)
@@ -189,18 +173,13 @@ def chosen_dims(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Di
 
 
 def main() -> None:
-    """Check the disk, plant, write, report."""
+    """Plant, write, report."""
     parser, args = arguments()
     try:
         model = describe(args.shape, args.type, chosen_dims(parser, args), args.text.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    n_bytes = sum(padded(t.n_bytes) for t in model.tensors)
-    free = shutil.disk_usage(args.output.resolve().parent).free
-    if n_bytes > free:
-        parser.error(f"{n_bytes / 2**30:.1f} GiB are needed, {free / 2**30:.1f} GiB are free in {args.output.resolve().parent}")
-    write_gguf(args.output, model.metadata, model.tensors, args.shape, progress=ProgressLine())
-    print(f"{args.output}: {args.output.stat().st_size / 2**30:.2f} GiB, {len(model.tensors)} tensors")
+    write_for(parser, args.output, model, args.shape)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,12 @@ repeats itself, routing collapses to a few experts, and every cache looks good.
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from toygguf.container import padded, write_gguf
-from toygguf.shapes import Dims, Model, attention, begin, embedding, experts, gated_ffn
+from toygguf.output import write_for
+from toygguf.shapes import Dims, Model, begin, embedding, experts, gated_ffn, layers
 
 LLAMA_7B = Dims(n_layer=32, n_embd=4096, n_ff=11008, n_head=32, n_head_kv=32, n_vocab=32000, n_ctx=4096)
 QWEN3_30B_A3B = Dims(
@@ -29,22 +26,14 @@ def llama(name: str, dims: Dims, kind: str) -> Model:
     """A dense Llama with its own output matrix."""
     model = begin(name, "llama", dims, (kind,), spm=True)
     embedding(model, tied=False, kind=kind, out_kind="Q6_K")
-    for i in range(dims.n_layer):
-        attention(model, i)
-        model.norm(f"blk.{i}.ffn_norm", dims.n_embd)
-        gated_ffn(model, i)
-    return model
+    return layers(model, gated_ffn)
 
 
-def qwen3moe(name: str, dims: Dims, kind: str) -> Model:
-    """Qwen3 with experts in every layer."""
+def qwen3moe(name: str, dims: Dims, kind: str, token_kind: str = "") -> Model:
+    """Qwen3 with experts in every layer; the token embedding has the matrices' type unless another is given."""
     model = begin(name, "qwen3moe", dims, (kind,))
-    embedding(model, tied=False, kind=kind, out_kind="Q6_K")
-    for i in range(dims.n_layer):
-        attention(model, i, qk_norm=True)
-        model.norm(f"blk.{i}.ffn_norm", dims.n_embd)
-        experts(model, i)
-    return model
+    embedding(model, tied=False, kind=token_kind or kind, out_kind="Q6_K")
+    return layers(model, experts, qk_norm=True)
 
 
 SHAPES: dict[str, tuple[Callable[[str, Dims, str], Model], Dims]] = {
@@ -66,26 +55,8 @@ def describe(shape: str, kind: str, n_layers: int | None, n_vocab: int | None) -
     return model
 
 
-class ProgressLine:
-    """Prints how far writing has got, at most twice a second."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._last = 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._last < 0.5 and done < total:
-            return
-        self._last = now
-        rate = done / max(now - self._start, 1e-6) / 2**20
-        print(f"\r{done / 2**20:7.0f} of {total / 2**20:.0f} MiB, {rate:.0f} MiB/s", end="", file=sys.stderr, flush=True)
-        if done == total:
-            print(file=sys.stderr)
-
-
 def main() -> None:
-    """Check the disk, write, report."""
+    """Describe, write, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="file to write, e.g. llama7b-q4_0.gguf")
     parser.add_argument("--shape", choices=SHAPES, default="llama-7b")
@@ -96,12 +67,7 @@ def main() -> None:
     if args.vocab is not None and args.vocab < 512:
         parser.error("--vocab must be at least 512")
     model = describe(args.shape, args.type, args.layers, args.vocab)
-    n_bytes = sum(padded(t.n_bytes) for t in model.tensors)
-    free = shutil.disk_usage(args.output.resolve().parent).free
-    if n_bytes > free:
-        parser.error(f"{n_bytes / 2**30:.1f} GiB are needed, {free / 2**30:.1f} GiB are free in {args.output.resolve().parent}")
-    write_gguf(args.output, model.metadata, model.tensors, args.shape, progress=ProgressLine())
-    print(f"{args.output}: {args.output.stat().st_size / 2**30:.2f} GiB, {len(model.tensors)} tensors")
+    write_for(parser, args.output, model, args.shape)
 
 
 if __name__ == "__main__":

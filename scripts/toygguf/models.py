@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from . import shapes
 from .container import Tensor, write_gguf, write_split
-from .shapes import Dims, Model, attention, begin, embedding, experts, gated_ffn
+from .shapes import Dims, Model, attention, begin, embedding, experts, gated_ffn, layers
 
 _DENSE = Dims()
 _MOE = Dims(n_expert=16, n_used=4, n_ff_exp=64)
@@ -18,11 +19,7 @@ _SMALL = ("Q4_0", "Q8_0", "F16")
 def _llama(name: str, tied: bool, spm: bool) -> Model:
     model = begin(name, "llama", _DENSE, spm=spm)
     embedding(model, tied, kind="Q8_0" if tied else "Q4_0")
-    for i in range(_DENSE.n_layer):
-        attention(model, i)
-        model.norm(f"blk.{i}.ffn_norm", _DENSE.n_embd)
-        gated_ffn(model, i)
-    return model
+    return layers(model, gated_ffn)
 
 
 def dense_tied() -> Model:
@@ -40,11 +37,7 @@ def dense_qwen2() -> Model:
     dims = Dims(n_layer=3)
     model = begin("dense_qwen2", "qwen2", dims, types=("Q8_0", "Q4_1", "BF16"))
     embedding(model, tied=False, kind="F16", out_kind="Q8_0")
-    for i in range(dims.n_layer):
-        attention(model, i, bias=("attn_q", "attn_k", "attn_v"))
-        model.norm(f"blk.{i}.ffn_norm", dims.n_embd)
-        gated_ffn(model, i)
-    return model
+    return layers(model, gated_ffn, bias=("attn_q", "attn_k", "attn_v"))
 
 
 def dense_fused() -> Model:
@@ -80,14 +73,9 @@ def dense_gemma3() -> Model:
 
 def dense_arcee() -> Model:
     """arcee: squared ReLU without a gate."""
-    dims = Dims()
-    model = begin("dense_arcee", "arcee", dims)
+    model = begin("dense_arcee", "arcee", _DENSE)
     embedding(model, tied=True)
-    for i in range(dims.n_layer):
-        attention(model, i)
-        model.norm(f"blk.{i}.ffn_norm", dims.n_embd)
-        shapes.relu2_ffn(model, i)
-    return model
+    return layers(model, shapes.relu2_ffn)
 
 
 def dense_gemma3n() -> Model:
@@ -125,11 +113,7 @@ def dense_looped() -> Model:
 def _qwen3moe(name: str, dims: Dims, types: tuple[str, ...], scale: bool = False) -> Model:
     model = begin(name, "qwen3moe", dims, types)
     embedding(model, tied=False)
-    for i in range(dims.n_layer):
-        attention(model, i, qk_norm=True)
-        model.norm(f"blk.{i}.ffn_norm", dims.n_embd)
-        experts(model, i, scale=scale)
-    return model
+    return layers(model, partial(experts, scale=scale), qk_norm=True)
 
 
 def moe_qwen3() -> Model:
@@ -148,11 +132,7 @@ def moe_llama() -> Model:
     dims = Dims(n_expert=16, n_used=4, n_ff=64, n_ff_exp=64)
     model = begin("moe_llama", "llama", dims, _SMALL, spm=True)
     embedding(model, tied=True)
-    for i in range(dims.n_layer):
-        attention(model, i)
-        model.norm(f"blk.{i}.ffn_norm", dims.n_embd)
-        experts(model, i)
-    return model
+    return layers(model, experts)
 
 
 def moe_bias() -> Model:
@@ -226,11 +206,7 @@ def moe_reglu() -> Model:
     model = begin("moe_reglu", "smallthinker", _MOE, _SMALL)
     model.kv(expert_gating_func=2)
     embedding(model, tied=False)
-    for i in range(_MOE.n_layer):
-        attention(model, i)
-        model.norm(f"blk.{i}.ffn_norm", _MOE.n_embd)
-        experts(model, i)
-    return model
+    return layers(model, experts)
 
 
 MODELS: dict[str, Callable[[], Model]] = {

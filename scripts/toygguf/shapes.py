@@ -7,6 +7,7 @@ a projection of n inputs gets gain / sqrt(n), routers a gain of 4.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,6 +164,26 @@ def experts(model: Model, i: int, merged: bool = False, bias: bool = False, scal
             model.bias(p + name, n_out, d.n_expert)
         if scale:
             model.tensors.append(Tensor(f"{p}{name}.scale", (d.n_expert,), "F32", 0.2, 1.0))
+
+
+def layers(model: Model, ffn: Callable[[Model, int], None], norm_bias: bool = False, **of_attention: Any) -> Model:
+    """Append the usual layers to a model that has its embedding: norm, attention, norm, `ffn`.
+
+    Args:
+        norm_bias: the norms have biases (LayerNorm), the output's too.
+        of_attention: as `attention` takes them.
+    """
+    n_embd = model.dims.n_embd
+    if norm_bias:
+        model.bias("output_norm", n_embd)
+    for i in range(model.dims.n_layer):
+        attention(model, i, **of_attention)
+        model.norm(f"blk.{i}.ffn_norm", n_embd)
+        if norm_bias:
+            model.bias(f"blk.{i}.attn_norm", n_embd)
+            model.bias(f"blk.{i}.ffn_norm", n_embd)
+        ffn(model, i)
+    return model
 
 
 def mla_attention(model: Model, i: int) -> None:
