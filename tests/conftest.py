@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,6 +175,18 @@ def chromium(request: pytest.FixtureRequest) -> Path:
         pytest.skip(f"playwright and axe are not installed; {remedy}")
     path = Path(os.environ.get("LEANSTREAM_TEST_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium")
     return _require(request.config, "tests of the chat page", path, remedy)
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: Path) -> Iterator[Any]:
+    """It runs for one file: while it does, no other test may use asyncio."""
+    from chat_page import FLAGS
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=str(chromium), args=FLAGS)
+        yield started
+        started.close()
 
 
 @pytest.fixture
