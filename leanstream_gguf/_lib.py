@@ -36,9 +36,17 @@ class Native(NamedTuple):
     lib: Any
 
 
-def _library_file(name: str) -> Path | None:
+def library_file(name: str, folder: Path | None = None) -> Path | None:
+    """The library of that name in a folder, ours unless given."""
+    folder = folder or LIB_DIR
     patterns = (f"lib{name}.so", f"lib{name}.dylib", f"{name}.dll", f"lib{name}.dll")
-    return next((LIB_DIR / p for p in patterns if (LIB_DIR / p).exists()), None)
+    return next((folder / p for p in patterns if (folder / p).exists()), None)
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether the folder's libllama is ours, perhaps through a link (link.py)."""
+    found = library_file("llama", folder)
+    return found is not None and found.resolve().parent == LIB_DIR
 
 
 def prepare() -> None:
@@ -48,7 +56,7 @@ def prepare() -> None:
         LibraryError: llama_cpp was imported with other libraries, another LLAMA_CPP_LIB_PATH is set, or the installed
             llama-cpp-python is not the pinned version.
     """
-    if _library_file("llama") is None:
+    if library_file("llama") is None:
         return  # not built: native() says so when something needs it
     loaded = sys.modules.get("llama_cpp.llama_cpp")
     if loaded is not None:
@@ -58,13 +66,13 @@ def prepare() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     _point("LLAMA_CPP_LIB_PATH", "llama")
-    if _library_file("mtmd") is not None:
+    if library_file("mtmd") is not None:
         _point("MTMD_CPP_LIB", "mtmd")
     _check_version(_installed_version())
 
 
 def _check_loaded(base: Path) -> None:
-    if base.resolve() != LIB_DIR:
+    if not is_ours(base):
         raise LibraryError(
             f"llama_cpp was already imported with the libraries in {base}",
             path=str(base),
@@ -112,7 +120,7 @@ def native() -> Native:
     Raises:
         LibraryError: not built, cannot be loaded, or built from another llama.cpp than llama-cpp-python expects.
     """
-    if _library_file("llama") is None:
+    if library_file("llama") is None:
         raise LibraryError(f"there is no libllama in {LIB_DIR}", path=str(LIB_DIR), remedy=_REINSTALL)
     prepare()
     if sys.platform == "win32":

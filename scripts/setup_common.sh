@@ -150,6 +150,7 @@ install_package() {
     shift
     step "leanstream-gguf: compiling llama.cpp and the runtime (minutes at first, seconds with ccache)"
     run_logged python -m pip install -v --no-build-isolation --config-settings=build-dir=build/dev "$@" -e ".[$extras]"
+    run_logged python -m leanstream_gguf.link # so that a program may import llama_cpp first
     step "leanstream-gguf: $(python -c 'import importlib.metadata as m; print(m.version("leanstream-gguf"))') installed in .venv"
 }
 

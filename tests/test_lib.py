@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support import run_python
 
-from leanstream_gguf import _lib, errors
+from leanstream_gguf import _lib, errors, link
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,3 +74,57 @@ def test_null_arguments_are_errors(native: None) -> None:
     with pytest.raises(errors.ArgumentError):
         _lib.check(lib.ls_model_get_stats(ffi.NULL, ffi.new("ls_stats *")))
     lib.ls_model_close(ffi.NULL)
+
+
+# ---- llama_cpp first ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A llama_cpp without libraries, before the installed one on the path; the folder where it looks for them."""
+    spec = importlib.util.find_spec("llama_cpp")
+    assert spec is not None and spec.origin is not None
+    copy = tmp_path / "llama_cpp"
+    shutil.copytree(Path(spec.origin).parent, copy, ignore=shutil.ignore_patterns("lib", "__pycache__"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(link, "llama_cpp_folder", lambda: copy / "lib")
+    for variable in ("LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB"):
+        monkeypatch.delenv(variable, raising=False)
+    return copy / "lib"
+
+
+LLAMA_CPP_FIRST = """
+import json, sys
+import llama_cpp
+import leanstream_gguf
+
+llm = leanstream_gguf.Llama(sys.argv[1], memory_budget="min", n_ctx=64, verbose=False)
+text = llm("the quick", max_tokens=2, temperature=0)["choices"][0]["text"]
+maps = open("/proc/self/maps").read() if sys.platform == "linux" else ""
+libraries = {line.split()[-1] for line in maps.splitlines() if "libllama" in line}
+print(json.dumps({"file": llama_cpp.__file__, "text": text, "libraries": sorted(libraries)}))
+"""
+
+
+@pytest.mark.native
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege there")
+def test_linked_libraries_let_llama_cpp_be_imported_first(native: None, bare_llama_cpp: Path, tiny: Callable[..., Path]) -> None:
+    model = tiny("moe_qwen3")
+    assert link.needed()
+    assert "FileNotFoundError" in run_python(LLAMA_CPP_FIRST, model).stderr
+    assert link.main() == 0 and not link.needed()
+    assert link.link() == sorted(bare_llama_cpp.iterdir())  # again: no harm
+    result = run_python(LLAMA_CPP_FIRST, model).require()
+    assert result["file"] == str(bare_llama_cpp.parent / "__init__.py")
+    assert result["text"] and len(result["libraries"]) <= 1, "two copies of the library are loaded"
+
+
+@pytest.mark.native
+def test_libraries_of_its_own_are_left_alone(native: None, bare_llama_cpp: Path) -> None:
+    bare_llama_cpp.mkdir()
+    own = bare_llama_cpp / _lib.library_file("llama").name  # type: ignore[union-attr]
+    own.write_bytes(b"theirs")
+    assert link.link() == [] and own.read_bytes() == b"theirs"
+    assert not _lib.is_ours(bare_llama_cpp)
+    with pytest.raises(errors.LibraryError, match="already imported"):
+        _lib._check_loaded(bare_llama_cpp)

@@ -162,7 +162,7 @@ class GraphTap:
 
 def _operations() -> tuple[list[bytes], list[bytes]]:
     """Names of ggml's operations and gated activations, by number."""
-    file = _lib._library_file("ggml-base")
+    file = _lib.library_file("ggml-base")
     if file is None:
         raise LibraryError("this build has no ggml library of its own, so activations cannot be watched")
     base = ctypes.CDLL(str(file))

@@ -42,7 +42,7 @@ def libraries() -> dict[str, Any]:
     Raises:
         LibraryError: they cannot be used.
     """
-    from .. import __version__, _lib
+    from .. import __version__, _lib, link
 
     _, lib = _lib.native()
     import llama_cpp
@@ -52,6 +52,7 @@ def libraries() -> dict[str, Any]:
         "llama_cpp_python": llama_cpp.__version__,
         "llama_cpp_commit": _lib.LLAMA_COMMIT,
         "folder": str(_lib.LIB_DIR),
+        "llama_cpp_finds_them": not link.needed(),
         "gpu_offload": bool(llama_cpp.llama_supports_gpu_offload()),
         "io_uring": bool(lib.ls_have_io_uring()),
         "system_info": llama_cpp.llama_print_system_info().decode(),
@@ -136,6 +137,8 @@ def advice(document: dict[str, Any]) -> list[str]:
         lines.append(f"{format_bytes(memory['swap_used_bytes'])} are swapped out: use a smaller budget than auto")
     if libraries and not libraries["io_uring"] and platform.system() == "Linux":
         lines.append("io_uring is not available (kernel setting, container policy or build): a pool of reading threads is used")
+    if libraries and not libraries["llama_cpp_finds_them"]:
+        lines.append("`import llama_cpp` works after `import leanstream_gguf` only; `python -m leanstream_gguf.link` changes that")
     return lines or ["nothing: this machine is fine"]
 
 

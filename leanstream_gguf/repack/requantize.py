@@ -37,7 +37,7 @@ class _Traits(ctypes.Structure):  # struct ggml_type_traits
 @functools.cache
 def _ggml() -> ctypes.CDLL:
     _lib.native()
-    file = _lib._library_file("ggml-base")
+    file = _lib.library_file("ggml-base")
     if file is None:
         raise UnsupportedError("this build has no ggml library of its own, so types cannot be converted")
     base = ctypes.CDLL(str(file))
