@@ -82,6 +82,13 @@ def test_settings_are_refused_before_the_model_is_touched(argv: list[str], statu
     assert captured.err.startswith("leanstream: ") and captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("variable", ["LEANSTREAM_MEMORY", "LEANSTREAM_CACHE"])
+def test_a_wrong_variable_is_named(variable: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setenv(variable, "lots")
+    assert call("run", "-m", "none.gguf", "-p", "x") == 2
+    assert capsys.readouterr().err.startswith(f"leanstream: {variable} 'lots'")
+
+
 def test_purposes_of_tensors() -> None:
     def purpose(name: str, *shape: int, tied: bool = False) -> str:
         return inspect_command.purpose_of({"name": name, "shape": shape or (64, 64)}, tied=tied)

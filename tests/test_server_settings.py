@@ -166,6 +166,23 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, cause: str) 
         parsed("--config", str(path))
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("LEANSTREAM_MEMORY", "lots"),
+        ("LEANSTREAM_CACHE", "lots"),
+        ("LEANSTREAM_POLICY", "fifo"),
+        ("LEANSTREAM_MAX_QUEUE", "0"),
+        ("LEANSTREAM_ALLOWED_HOSTS", "example.org"),
+        ("N_CTX", "many"),
+    ],
+)
+def test_a_wrong_variable_is_refused_by_its_name(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ArgumentError, match=f"^{variable} in the environment"):
+        parsed("-m", "a.gguf")
+
+
 def test_values_that_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="repack"):
         parsed("-m", "a.gguf", "--repack", "true")

@@ -87,7 +87,7 @@ def stream_config(args: argparse.Namespace) -> StreamConfig:
         ArgumentError: a value out of range.
     """
     return StreamConfig(
-        cache_budget=None if args.cache is None else CacheBudget.parse(args.cache, name="--cache"),
+        cache_budget=None if args.cache is None else CacheBudget.parse(args.cache, name=_source(args.cache, "--cache", ENV_CACHE)),
         mode=args.mode,
         policy=args.policy,
         depth=depth(args),
@@ -103,7 +103,17 @@ def stream_config(args: argparse.Namespace) -> StreamConfig:
 
 
 def budget(args: argparse.Namespace) -> Budget:
-    return Budget.parse(args.memory, name="--memory")
+    """The budget of `add_memory()`.
+
+    Raises:
+        ArgumentError: not a budget; the message names the flag or the variable.
+    """
+    return Budget.parse(args.memory, name=_source(args.memory, "--memory", ENV_MEMORY))
+
+
+def _source(value: str, flag: str, variable: str) -> str:
+    """Where a value came from: the flag's default is the variable's."""
+    return variable if value == os.environ.get(variable) else flag
 
 
 def note(text: str) -> None:

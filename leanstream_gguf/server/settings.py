@@ -7,6 +7,7 @@ here at once. Ours are read from LEANSTREAM_<NAME>; llama_cpp.server's from thei
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
 import functools
 import json
@@ -19,14 +20,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from .. import probe
 from .._lib import native
-from ..errors import ArgumentError, ModelNotFoundError
+from ..errors import ArgumentError, LeanStreamError, ModelNotFoundError
 from ..settings import ENV_CACHE, ENV_MEMORY, Budget, StreamConfig
 
 native()  # before llama_cpp is imported
 
 from llama_cpp.server import settings as upstream  # noqa: E402
 from pydantic import AliasChoices, Field, ValidationError, create_model, field_validator  # noqa: E402
-from pydantic_settings import SettingsConfigDict  # noqa: E402
+from pydantic_settings import SettingsConfigDict, SettingsError  # noqa: E402
 
 _ALIASES = {"memory_budget": ENV_MEMORY, "cache_budget": ENV_CACHE}
 
@@ -250,12 +251,55 @@ def _environ(name: str) -> str | None:
 
 
 def _validated(cls: Any, values: Mapping[str, Any]) -> Any:
+    """Settings from these values and the environment.
+
+    Raises:
+        ArgumentError: a wrong value, by the name under which it was given.
+    """
     try:
         found = cls(**values)
-        if isinstance(found, ModelSettings):
-            found.stream_config()
+    except SettingsError as error:
+        raise ArgumentError(f'{", ".join(_not_json(cls))} in the environment must be JSON, such as ["name"]') from error
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        raise ArgumentError(f"{name}: {first['msg']}") from error
+        reason = str(first["ctx"]["error"]) if first["type"] == "value_error" else f"{name}: {first['msg']}"
+        variable = None if name in values or name not in cls.model_fields else _variable(cls, name)
+        raise ArgumentError(f"{variable} in the environment: {reason}" if variable else reason) from error
+    if isinstance(found, ModelSettings):
+        _check_streaming(found, values)
+    return found
+
+
+def _check_streaming(found: ModelSettings, values: Mapping[str, Any]) -> None:
+    try:
+        found.stream_config()
+    except LeanStreamError as error:
+        for item in dataclasses.fields(StreamConfig):
+            with contextlib.suppress(LeanStreamError):
+                StreamConfig(**{item.name: _number(getattr(found, item.name))})
+                continue
+            if item.name not in values and (variable := _variable(ModelSettings, item.name)):
+                raise ArgumentError(f"{variable} in the environment: {error}") from error
+        raise
+
+
+def _variable(cls: Any, field: str) -> str | None:
+    """The variable that holds a field, if it is set."""
+    alias = cls.model_fields[field].validation_alias
+    names = {str(name).upper() for name in (alias.choices if isinstance(alias, AliasChoices) else [field])}
+    return next((name for name in os.environ if name.upper() in names), None)
+
+
+def _not_json(cls: Any) -> list[str]:
+    """Variables that must hold a list or a mapping and do not."""
+    found = []
+    for name, field in cls.model_fields.items():
+        variable = _variable(cls, name)
+        if variable is None or get_origin(field.annotation) not in (list, dict):
+            continue
+        try:
+            json.loads(os.environ[variable])
+        except ValueError:
+            found.append(variable)
     return found
