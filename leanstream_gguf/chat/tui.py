@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import paths
 from ..cli import _common
+from ..conversation import Messages, chat_prompt, left_out, recent, room_for_answer
 from ..errors import ArgumentError, LeanStreamError
 from ..units import format_bytes, format_rate
 from .export import branch
@@ -104,6 +105,7 @@ class Terminal:
             files = [f"\n\nFile {item['name']}:\n{item['text']}" for item in message["attachments"]]
             messages.append({"role": message["role"], "content": message["content"] + "".join(files)})
         settings = {"temperature": 0.7, "max_tokens": 1024, **conversation["settings"]}
+        messages = self._fitting(messages, settings["max_tokens"])
         stream = self.llm.create_chat_completion(messages, stream=True, **settings)  # type: ignore[arg-type]
         try:
             for chunk in stream:
@@ -113,6 +115,15 @@ class Terminal:
         finally:
             with contextlib.suppress(AttributeError):
                 stream.close()  # type: ignore[union-attr]
+
+    def _fitting(self, messages: Messages, max_tokens: int) -> Messages:
+        """The conversation without its oldest turns where it has outgrown the context, which is said."""
+        n_ctx = self.llm.n_ctx()
+        limit = n_ctx - room_for_answer(n_ctx, max_tokens)
+        kept, n_left_out = recent(messages, lambda some: len(chat_prompt(self.llm, some)[0]) <= limit)
+        if n_left_out:
+            self.write(dim(f"{left_out(n_left_out, n_ctx)}; /new begins another one, --ctx makes room") + "\n")
+        return kept
 
     # ---- commands ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..conversation import chat_prompt, left_out, recent, room_for_answer
 from ..errors import ArgumentError
 from ..settings import check_context
 from ..units import format_bytes, format_rate
@@ -106,20 +107,6 @@ def _piece(vocab: Any, token: int) -> bytes:
         if n_bytes >= 0:
             return buffer.raw[:n_bytes]
         size = -n_bytes
-
-
-def chat_prompt(llm: Llama, messages: list[dict[str, str]]) -> tuple[list[int], list[str]]:
-    """Tokens of a conversation in the model's own template (ChatML where the file has none), and stop texts."""
-    from llama_cpp import llama_chat_format
-
-    template = llm.metadata.get("tokenizer.chat_template") or llama_chat_format.CHATML_CHAT_TEMPLATE
-    bos, eos = (llm._model.token_get_text(t) if t != -1 else "" for t in (llm.token_bos(), llm.token_eos()))
-    formatter = llama_chat_format.Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)
-    reply = formatter(messages=messages)  # type: ignore[arg-type]  # plain dicts are what it takes
-    text = reply.prompt
-    add_bos = bool(llm._model.add_bos_token()) and not (bos and text.startswith(bos))
-    stop = [reply.stop] if isinstance(reply.stop, str) else list(reply.stop or [])
-    return llm.tokenize(text.encode(), add_bos=add_bos, special=True), stop
 
 
 def _prompt_text(args: argparse.Namespace) -> str | None:
@@ -273,6 +260,21 @@ def _messages(system: str | None, prompt: str) -> list[dict[str, str]]:
     return [*head, {"role": "user", "content": prompt}]
 
 
+def _fitting(llm: Llama, history: list[dict[str, str]], args: argparse.Namespace) -> list[int]:
+    """Tokens of the conversation, without its oldest turns where it has outgrown the context, which is said.
+
+    Raises:
+        ArgumentError: the last question alone does not fit.
+    """
+    limit = llm.n_ctx() - room_for_answer(llm.n_ctx(), args.tokens)
+    kept, n_left_out = recent(history, lambda messages: len(chat_prompt(llm, messages)[0]) <= limit)
+    tokens, _ = chat_prompt(llm, kept)
+    _check_length(llm, tokens)
+    if n_left_out:
+        _common.note(f"leanstream: {left_out(n_left_out, llm.n_ctx())}; raise --ctx to keep more")
+    return tokens
+
+
 def _interactive(llm: Llama, args: argparse.Namespace) -> int:
     """A chat at the terminal; an empty line or end of input leaves."""
     history = [{"role": "system", "content": args.system}] if args.system else []
@@ -286,8 +288,12 @@ def _interactive(llm: Llama, args: argparse.Namespace) -> int:
         if not line:
             return 0
         history.append({"role": "user", "content": line})
-        tokens, _ = chat_prompt(llm, history)
-        _check_length(llm, tokens)
+        try:
+            tokens = _fitting(llm, history, args)
+        except ArgumentError as error:
+            history.pop()
+            _common.note(f"leanstream: {error}")
+            continue
         answer = Answer()
         try:
             for piece in generate(llm, tokens, args, answer):
