@@ -8,7 +8,6 @@ nothing in llama_cpp is patched.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import os
 import threading
@@ -18,7 +17,7 @@ from typing import Any
 
 from ._lib import native
 from .errors import ArgumentError, LeanStreamWarning, StateError, UnsupportedError
-from .settings import Budget, CacheBudget, StreamConfig, check_context
+from .settings import Budget, StreamConfig, check_context
 
 native()  # points llama_cpp at our libraries and refuses a mismatch, before the import below
 
@@ -29,7 +28,7 @@ from llama_cpp import _internals as internals  # noqa: E402
 from . import measure, planner, probe  # noqa: E402
 from .loading import construction, recorded_log, refusal  # noqa: E402
 from .runtime import ModelHandle  # noqa: E402
-from .stats import Memory, Stats  # noqa: E402
+from .stream import StreamHandle, tell_cost  # noqa: E402
 
 _Parent = llama_cpp.llama.Llama
 LEAN_SUFFIX = ".lean.gguf"
@@ -132,92 +131,6 @@ class _ClosedContext(internals.LlamaContext):
     ctx = memory = property(_closed)
 
 
-class StreamHandle:
-    """`llm.stream`: statistics and live settings of a streamed model.
-
-    On a model that was loaded without a budget, `active` is False and everything else raises StateError.
-    """
-
-    def __init__(self, handle: ModelHandle | None, config: StreamConfig | None, budget: Budget | None) -> None:
-        self._handle = handle
-        self.config = config
-        self.budget = budget
-
-    @property
-    def active(self) -> bool:
-        return self._handle is not None and not self._handle.closed
-
-    def _require(self) -> ModelHandle:
-        if self._handle is None:
-            raise StateError("this model is not streamed", remedy="load it with memory_budget=...")
-        return self._handle
-
-    def stats(self) -> Stats:
-        """Bytes read, hits, misses, stalls and more since loading or `reset_stats()`."""
-        return self._require().stats()
-
-    def reset_stats(self) -> None:
-        self._require().reset_stats()
-
-    def memory(self) -> Memory:
-        """Bytes by purpose."""
-        return self._require().memory()
-
-    def plan(self) -> dict[str, Any]:
-        """What is pinned, streamed and cached under the budget in force."""
-        return self._require().plan_in_force()
-
-    def set_budget(self, value: Budget | int | str, *, cache: CacheBudget | int | str | None = None) -> None:
-        """Change the budget while the model runs, up or down; in force when this returns.
-
-        Args:
-            value: as `memory_budget` of Llama.
-            cache: as `cache_budget` of StreamConfig; None keeps what was configured.
-
-        Raises:
-            BudgetError: below the minimum, which is in `limit`; nothing changes then.
-        """
-        handle = self._require()
-        budget = Budget.parse(value)
-        assert self.config is not None
-        config = self.config if cache is None else dataclasses.replace(self.config, cache_budget=cache)
-        handle.set_budget(*measure.resolve(handle, budget, config))
-        self.budget, self.config = budget, config
-
-    def set_policy(self, name: str, **params: float) -> None:
-        """Change what the expert cache keeps, from now on.
-
-        Args:
-            name: `lean` (half_life, margin_weight, prediction_weight), `lfu` (half_life), `lru`, `slru` (protected_share) or
-                `hotcold` (hot_share).
-        """
-        self._require().set_policy(name, params)
-
-    def set_speculation(self, depth: int | str = "auto", stages: int | str = "auto") -> None:
-        """Change how far ahead experts are guessed and read, from the next token on. Moves reads, never changes the output.
-
-        Args:
-            depth: layers, 0 = off, at most 2; `auto` = what pays, found while running.
-            stages: 1 = a guess is never corrected until demand; `auto` = corrected as its layer comes near.
-
-        Raises:
-            ArgumentError: out of range.
-        """
-        self._require().set_speculation(depth, stages)
-
-    def speculation(self) -> dict[str, Any]:
-        """Depth and stages in force (None = found while running), what was found, and how well guesses met the choices."""
-        return self._require().speculation()
-
-    def tracing(self, path: str | os.PathLike[str], **note: Any) -> contextlib.AbstractContextManager[None]:
-        """A context in which what each token needs, what was predicted and what had arrived is recorded to a new file."""
-        return self._require().tracing(path, **note)
-
-    def pin(self, layer: int, ids: Sequence[int]) -> None:
-        """Keep these experts of a layer resident, replacing earlier pins of the layer; an empty list unpins."""
-        self._require().pin(layer, ids)
-
-
 def device_bytes(budget: Budget | None, handle: ModelHandle) -> int:
     """A device budget in bytes, 0 = what is free.
 
@@ -238,19 +151,6 @@ def _refuse(options: dict[str, Any]) -> None:
     if options.pop("use_mlock", False):  # not an error, because llama_cpp.server asks for it by default
         text = "use_mlock is ignored under a memory budget: streamed weights are read into memory of our own, which is not locked"
         warnings.warn(text, LeanStreamWarning, stacklevel=4)
-
-
-def _tell_cost(handle: ModelHandle, config: StreamConfig) -> None:
-    """Say what a lossy fidelity was measured to cost, once, as a warning."""
-    if config.fidelity != "threshold":
-        return
-    settings = [
-        s for s in handle.plan_in_force()["lean"]["thresholds"] if config.max_kl is None or s["max_kl"] <= config.max_kl * (1 + 1e-6)
-    ]
-    chosen = max(settings, key=lambda s: s["max_kl"]) if config.max_kl else min(settings, key=lambda s: s["max_kl"])
-    cost = f"a KL divergence of {chosen['kl']:.3g} nats (limit {chosen['max_kl']:g})"
-    text = f"fidelity threshold: this setting was measured to cost {cost}"
-    warnings.warn(text, LeanStreamWarning, stacklevel=5)
 
 
 class Llama(_Parent):
@@ -331,8 +231,8 @@ class Llama(_Parent):
         else:
             handle.baseline_bytes += self.scores.nbytes
         measure.activate(handle, budget, config)
-        _tell_cost(handle, config)
         self.stream = StreamHandle(handle, config, budget)
+        tell_cost(self.stream.fidelity(), stacklevel=4)
         for text in handle.plan_in_force().get("warnings", ()):
             warnings.warn(text, LeanStreamWarning, stacklevel=3)
 
@@ -414,8 +314,12 @@ class Llama(_Parent):
             return int(super().sample(*args, **kwargs))
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
-        """Tokens after a prompt; see llama_cpp.Llama.generate. The call after an error starts from an empty context."""
-        if self._failed and _bound_argument(_Parent.generate, "reset", (self, tokens, *args), kwargs):
+        """Tokens after a prompt; see llama_cpp.Llama.generate.
+
+        The call after an error or a change of fidelity starts from an empty context: what that holds came about otherwise.
+        """
+        changed = self.stream.take_fidelity_changed()
+        if (self._failed or changed) and _bound_argument(_Parent.generate, "reset", (self, tokens, *args), kwargs):
             self.n_tokens = 0
         self._failed = False
         return (yield from super().generate(tokens, *args, **kwargs))

@@ -16,7 +16,7 @@ from typing import Any
 from . import probe
 from ._lib import check, native, take_string
 from .errors import ArgumentError, StateError
-from .settings import FIDELITIES, IO_BACKENDS, StreamConfig, check_policy, check_speculation
+from .settings import FIDELITIES, IO_BACKENDS, StreamConfig, check_max_kl, check_policy, check_speculation
 from .stats import Memory, Stats
 
 _live_lock = threading.Lock()
@@ -254,6 +254,42 @@ class ModelHandle:
         numbers = check_speculation(depth, stages)
         with self._use() as (_, lib, model):
             check(lib.ls_model_set_speculation(model, *numbers))
+
+    def set_fidelity(self, name: str, max_kl: float | None = None) -> None:
+        """Which neurons count as zero, in decodes that begin from now on.
+
+        Raises:
+            UnsupportedError: the file does not offer it.
+        """
+        with self._use() as (_, lib, model):
+            check(lib.ls_model_set_fidelity(model, FIDELITIES[name], max_kl or 0.0))
+
+    def set_thresholds(self, value: float | Mapping[int, float] | None, max_kl: float | None = None) -> None:
+        """Thresholds of every layer or by layer, or those measured for `max_kl`; see StreamHandle.set_thresholds()."""
+        if value is None and max_kl is None:
+            raise ArgumentError("give a threshold, one for each layer, or max_kl")
+        by_layer = value if isinstance(value, Mapping) else None
+        values = list(by_layer.values()) if by_layer is not None else [] if value is None else [value]
+        if max_kl is not None:
+            check_max_kl(max_kl)
+        with self._use() as (ffi, lib, model):
+            try:
+                blocks = ffi.NULL if by_layer is None else ffi.new("int32_t[]", list(by_layer))
+                numbers = ffi.new("float[]", values)
+            except (TypeError, OverflowError) as error:
+                raise ArgumentError(f"layers must be ints and thresholds numbers: {error}") from error
+            if by_layer is not None and not values:
+                raise ArgumentError("no layer is named")
+            check(lib.ls_model_set_thresholds(model, blocks, numbers, len(values), max_kl or 0.0))
+
+    def fidelity(self) -> dict[str, Any]:
+        """Name and thresholds in force (ls_model_fidelity_json in leanstream.h), with the layers as ints."""
+        with self._use() as (ffi, lib, model):
+            out = ffi.new("char **")
+            check(lib.ls_model_fidelity_json(model, out))
+            document: dict[str, Any] = json.loads(take_string(out))
+        document["thresholds"] = {int(layer): value for layer, value in document["thresholds"].items()}
+        return document
 
     def speculation(self) -> dict[str, Any]:
         """Settings and findings of reading ahead (ls_model_speculation_json in leanstream.h)."""

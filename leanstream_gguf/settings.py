@@ -273,8 +273,8 @@ class StreamConfig:
         if self.repack:
             raise UnsupportedError("repack=True is not supported yet: streamed weights keep the file's layout")
         check_fidelity(self.fidelity)
-        if self.max_kl is not None and (isinstance(self.max_kl, bool) or not 0 < self.max_kl < float("inf")):
-            raise ArgumentError(f"max_kl must be a positive number, not {self.max_kl!r}")
+        if self.max_kl is not None:
+            check_max_kl(self.max_kl)
         if self.max_kl is not None and self.fidelity != "threshold":
             raise ArgumentError(f"max_kl belongs to fidelity 'threshold', not {self.fidelity!r}")
 
@@ -296,6 +296,16 @@ def check_fidelity(name: str) -> None:
     """
     if name not in FIDELITIES:
         raise ArgumentError(f"unknown fidelity {name!r}; there are {', '.join(FIDELITIES)}")
+
+
+def check_max_kl(value: Any) -> None:
+    """Refuse what is no KL divergence.
+
+    Raises:
+        ArgumentError: not a positive number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ArgumentError(f"max_kl must be a positive number, not {value!r}")
 
 
 def env_defaults(environ: Mapping[str, str] | None = None) -> tuple[Budget | None, CacheBudget | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ pytestmark = [
     pytest.mark.native,
     pytest.mark.usefixtures("native"),
     pytest.mark.filterwarnings("ignore:the expert cache"),  # too small on purpose
+    pytest.mark.filterwarnings("ignore:fidelity threshold"),
 ]
 
 Tiny = Callable[..., Path]
@@ -187,6 +189,116 @@ def test_fidelity_that_the_file_does_not_offer(
     path = tiny("dense_arcee") if options is None else lean("dense_arcee", **options)
     with pytest.raises(UnsupportedError, match=message), streamed(path, "full", stream=StreamConfig(**config), **SHAPE):
         pass
+
+
+def test_fidelity_changes_at_the_next_token(lean: Callable[..., Path]) -> None:
+    from leanstream_gguf import StreamConfig
+
+    path = lean("dense_arcee", cluster_size=1, thresholds=((0.01, 1e-6), (0.5, 0.3)))
+    with streamed(path, "min", stream=StreamConfig(), **SHAPE) as llm:
+
+        def run() -> tuple[Logits, int, int]:
+            llm.stream.reset_stats()
+            found = logits(llm, TOKENS, N_PROMPT)
+            stats = llm.stream.stats()
+            return found, stats.read_bytes, stats.neurons_fired
+
+        exact, n_bytes, n_fired = run()
+        assert llm.stream.fidelity() == {"name": "exact", "max_kl": None, "kl": None, "thresholds": {}}
+        with pytest.warns(match="limit 0.5"):
+            llm.stream.set_fidelity("threshold", max_kl=0.5)
+        assert (llm.stream.config.fidelity, llm.stream.config.max_kl) == ("threshold", 0.5)
+        lossy, n_lossy_bytes, n_lossy_fired = run()
+        assert n_lossy_bytes < n_bytes and n_lossy_fired < n_fired and not np.array_equal(lossy, exact)
+        llm.stream.set_fidelity("exact")
+        assert_same_bytes(run()[0], exact)
+
+
+def test_thresholds_are_set_by_value_by_layer_and_by_kl(lean: Callable[..., Path]) -> None:
+    from leanstream_gguf import StreamConfig
+
+    path = lean("dense_arcee", thresholds=((0.01, 1e-6), (0.5, 0.25)))
+    with streamed(path, "full", stream=StreamConfig(fidelity="threshold", max_kl=0.5), **SHAPE) as llm:
+        layers = sorted(llm.stream.fidelity()["thresholds"])
+
+        def fired() -> int:
+            llm.stream.reset_stats()
+            logits(llm, TOKENS, N_PROMPT)
+            return llm.stream.stats().neurons_fired
+
+        measured = fired()
+        llm.stream.set_thresholds(0)
+        everything = fired()
+        llm.stream.set_thresholds({layers[0]: 0.25})
+        assert llm.stream.fidelity() == {
+            "name": "threshold",
+            "max_kl": None,
+            "kl": None,
+            "thresholds": {layer: 0.25 if layer == layers[0] else 0 for layer in layers},
+        }
+        assert measured < fired() < everything
+        llm.stream.set_thresholds(max_kl=0.5)
+        assert llm.stream.fidelity()["max_kl"] == llm.stream.config.max_kl == 0.5
+        assert fired() == measured
+        llm.stream.set_thresholds(0.125, max_kl=0.5)
+        assert measured < fired() < everything
+
+
+def test_thresholds_that_cannot_be(lean: Callable[..., Path]) -> None:
+    from leanstream_gguf import StreamConfig
+    from leanstream_gguf.errors import ArgumentError, StateError, UnsupportedError
+
+    with streamed(lean("dense_arcee"), "full", **SHAPE) as llm:
+        with pytest.raises(UnsupportedError, match="no measured thresholds"):
+            llm.stream.set_thresholds(0.1)
+        for name in ("threshold", "faithful"):
+            with pytest.raises(UnsupportedError):
+                llm.stream.set_fidelity(name)
+    with streamed(lean("dense_arcee", thresholds=((0.5, 0.25),)), "full", stream=StreamConfig(), **SHAPE) as llm:
+        with pytest.raises(StateError, match="not threshold"):
+            llm.stream.set_thresholds(0.1)
+        with pytest.raises(UnsupportedError, match=r"none up to 0\.1"):
+            llm.stream.set_fidelity("threshold", max_kl=0.1)
+        llm.stream.set_fidelity("threshold")
+        before = llm.stream.fidelity()
+        for wrong in (-1.0, float("nan"), float("inf"), "much", {99: 0.1}, {}, {0: "much"}, {"first": 0.1}, None):
+            with pytest.raises(ArgumentError):
+                llm.stream.set_thresholds(wrong)
+        for wrong_kl in (0, -1, float("nan"), True):
+            with pytest.raises(ArgumentError):
+                llm.stream.set_thresholds(max_kl=wrong_kl)
+        with pytest.raises(ArgumentError, match=r"more than the 0\.25"):
+            llm.stream.set_thresholds(0.3, max_kl=0.5)
+        assert llm.stream.fidelity() == before
+
+
+def test_fidelity_may_change_from_another_thread(lean: Callable[..., Path]) -> None:
+    from leanstream_gguf import StreamConfig
+
+    path, stop = lean("dense_arcee", thresholds=((0.01, 1e-6), (0.5, 0.3))), threading.Event()
+    prompt = TOKENS[:N_PROMPT]
+    with streamed(path, "min", stream=StreamConfig(), **SHAPE) as llm:
+
+        def answer() -> list[int]:
+            return [token for token, _ in zip(llm.generate(prompt, temp=0.0), range(24), strict=False)]
+
+        expected = answer()
+
+        def meddle() -> None:
+            while not stop.is_set():
+                llm.stream.set_fidelity("threshold", max_kl=0.5)
+                llm.stream.set_thresholds({0: 0.1}, max_kl=0.5)
+                llm.stream.set_fidelity("exact")
+
+        thread = threading.Thread(target=meddle)
+        thread.start()
+        try:
+            for _ in range(4):
+                assert len(answer()) == 24
+        finally:
+            stop.set()
+            thread.join()
+        assert answer() == expected, "what was computed under another fidelity was used again"
 
 
 def test_a_lean_file_streams_without_being_asked(lean: Callable[..., Path]) -> None:

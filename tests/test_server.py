@@ -134,31 +134,30 @@ def test_what_a_file_offers_is_listed_with_its_measured_cost() -> None:
     assert choices(lean, {"leanstream.calibration": "no JSON"})[1]["quality"]["kl"] == 0.009
 
 
-def test_fidelity_is_switched_by_loading_again(tiny: Tiny, tmp_path: Path) -> None:
+def test_fidelity_is_switched_while_the_model_runs(tiny: Tiny, tmp_path: Path) -> None:
     path = make_lean(tiny("dense_arcee"), tmp_path / "lean.gguf", thresholds=((0.01, 1e-6), (0.5, 0.3)))
     with serving(path, model_alias="lean") as running:
         exact = running.text(max_tokens=40)
-        assert [item["name"] for item in running.http.get("/v1/stream/config").json()["fidelity"]["available"]] == [
-            "exact",
-            "threshold",
-            "threshold",
-        ]
+        loaded = running.host.llm
 
         def switch(**change: Any) -> dict[str, Any]:
-            loaded = running.host.llm
-            reply = running.http.post("/v1/stream/config", json=change).json()
-            assert reply.get("reloading") is True, reply
-            until(lambda: running.host.state == "ready" and running.host.llm is not loaded, "it is loaded again")
-            found: dict[str, Any] = running.http.get("/v1/stream/config").json()["fidelity"]
+            reply = running.http.post("/v1/stream/config", json=change)
+            found: dict[str, Any] = running.http.get("/v1/stream/config").json()
+            assert reply.status_code == 200 and reply.json()["fidelity"] == found["fidelity"], reply.text
+            assert running.host.llm is loaded, "the model was loaded again"
             return found
 
-        assert switch(thresholds={"max_kl": 0.5})["name"] == "threshold"
-        assert running.chat().status_code == 200
-        assert running.http.post("/v1/stream/config", json={"thresholds": {"max_kl": 0.5}}).json()["reloading"] is False
-        assert switch(fidelity="exact") | {"available": []} == {"name": "exact", "max_kl": None, "available": [], "live": False}
+        offered = switch()["fidelity"]["available"]
+        assert [item["name"] for item in offered] == ["exact", "threshold", "threshold"]
+        config = switch(thresholds={"max_kl": 0.5})
+        assert (config["fidelity"]["name"], config["fidelity"]["live"]) == ("threshold", True)
+        assert list(config["thresholds"]["values"].values()) == pytest.approx([0.3] * len(config["thresholds"]["values"]))
+        assert loaded is not None and loaded.stream.fidelity()["name"] == "threshold" and running.chat().status_code == 200
+        assert switch(fidelity="exact")["fidelity"] == {"name": "exact", "max_kl": None, "available": offered, "live": True}
         assert running.text(max_tokens=40) == exact
-        refused = running.http.post("/v1/stream/config", json={"fidelity": "faithful"})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "unsupported")
+        for wrong in ({"fidelity": "faithful"}, {"thresholds": {"max_kl": 0.001}}):
+            refused = running.http.post("/v1/stream/config", json=wrong)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (422, "unsupported")
 
 
 def test_stats_stream_and_history_show_the_same_object(server: Running) -> None:

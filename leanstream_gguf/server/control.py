@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from .. import probe
 from ..errors import StateError, UnsupportedError
-from ..model import StreamHandle
 from ..settings import POLICIES, Budget, CacheBudget, check_fidelity, check_policy, check_speculation
+from ..stream import StreamHandle
 from . import fidelity
 from .host import ModelHost
 from .llama import ServedLlama
@@ -99,8 +99,8 @@ def _config(host: ModelHost) -> dict[str, Any]:
             "cache": None if config.parsed_cache is None else plan["experts"]["capacity_bytes"],
         },
         "policy": {"name": llm.policy[0], "params": llm.policy[1], "available": POLICIES},
-        "fidelity": {"name": config.fidelity, "max_kl": config.max_kl, "available": offered, "live": False},
-        "thresholds": {"max_kl": config.max_kl, "available": steps} if steps else None,
+        "fidelity": {"name": config.fidelity, "max_kl": config.max_kl, "available": offered, "live": True},
+        "thresholds": {"max_kl": config.max_kl, "available": steps, "values": llm.stream.fidelity()["thresholds"]} if steps else None,
         "speculation": llm.stream.speculation(),
         "mode": plan["mode"],
     }
@@ -126,11 +126,11 @@ def _apply(llm: ServedLlama, change: ConfigChange) -> None:
         stream.set_speculation(**wanted)
 
 
-def _for_loading(llm: ServedLlama, change: ConfigChange) -> dict[str, Any]:
-    """The changes that need the model to be loaded again; none if they are in force already.
+def _fidelity(llm: ServedLlama, change: ConfigChange) -> dict[str, Any]:
+    """The fidelity that a change asks for; {} where it asks for none or for the one in force.
 
     Raises:
-        UnsupportedError: the file does not offer them. ArgumentError: no fidelity.
+        UnsupportedError: the file does not offer it. ArgumentError: no fidelity.
     """
     if change.fidelity is None and change.thresholds is None:
         return {}
@@ -140,10 +140,12 @@ def _for_loading(llm: ServedLlama, change: ConfigChange) -> dict[str, Any]:
     wanted = {"fidelity": change.fidelity or "threshold"}
     check_fidelity(wanted["fidelity"])
     offered = fidelity.choices(llm.stream.plan().get("lean"), llm.file_metadata())
-    if wanted["fidelity"] not in [choice["name"] for choice in offered]:
+    limit = float("inf") if max_kl is None else max_kl * (1 + 1e-6)
+    if not any(choice["name"] == wanted["fidelity"] and (choice["max_kl"] or 0) <= limit for choice in offered):
+        at_most = "" if max_kl is None else f" with a KL of at most {max_kl:g}"
+        names = ", ".join(f"{choice['name']} {choice['max_kl']:g}" if choice["max_kl"] else choice["name"] for choice in offered)
         raise UnsupportedError(
-            f"this file offers no fidelity {wanted['fidelity']!r}, only {', '.join(sorted({choice['name'] for choice in offered}))}",
-            remedy="calibrate and repack the model",
+            f"this file offers no fidelity {wanted['fidelity']!r}{at_most}, only {names}", remedy="calibrate and repack the model"
         )
     changes: dict[str, Any] = {**wanted, "max_kl": max_kl if wanted["fidelity"] == "threshold" else None}
     return changes if any(getattr(config, name) != value for name, value in changes.items()) else {}
@@ -160,16 +162,15 @@ async def set_config(request: Request, change: ConfigChange) -> dict[str, Any]:
     llm, alias = host.llm, host.alias
     if llm is None or alias is None or not llm.stream.active:
         raise StateError("no model is loaded", remedy="wait for it, or choose one with POST /v1/stream/load")
-    again = await asyncio.to_thread(_for_loading, llm, change)
-    settings = host.sources[alias].changed(again)  # refused before anything is changed
+    wanted = await asyncio.to_thread(_fidelity, llm, change)
+    settings = host.sources[alias].changed(wanted)  # refused before anything is changed
     await asyncio.to_thread(_apply, llm, change)
+    if wanted:
+        await asyncio.to_thread(llm.stream.set_fidelity, wanted["fidelity"], wanted["max_kl"])
     if change.budget is not None:
         settings = settings.changed({"memory_budget": change.budget})
     host.sources[alias] = settings  # also for a later load
-    reply = await asyncio.to_thread(_config, host)  # before the model that it describes is closed
-    if again:
-        await host.switch(alias, again)
-    return {**reply, "reloading": bool(again)}
+    return await asyncio.to_thread(_config, host)
 
 
 @router.post("/v1/stream/load", summary="Load another configured model", tags=["Stream"], status_code=202)

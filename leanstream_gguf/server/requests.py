@@ -256,7 +256,7 @@ class ConfigChange(BaseModel):
     policy_params: dict[str, float] = Field(default_factory=dict)
     depth: int | Literal["auto"] | None = Field(default=None, description="Layers to look ahead for experts, 0 = off")
     stages: int | Literal["auto"] | None = Field(default=None, description="How often such a guess is corrected, 1 = never")
-    fidelity: str | None = Field(default=None, description="exact, or what the file offers; loads the model again")
+    fidelity: str | None = Field(default=None, description="exact, or what the file offers")
     thresholds: Thresholds | None = Field(default=None, description="For fidelity `threshold`")
 
 

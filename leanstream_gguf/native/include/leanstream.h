@@ -207,6 +207,21 @@ LS_API ls_status ls_model_set_speculation(ls_model * model, uint32_t depth, uint
 // share of the experts used that were among the k and 2k likeliest guesses, where k were used.
 LS_API ls_status ls_model_speculation_json(ls_model * model, char ** out);
 
+// Which neurons count as zero (as ls_options.fidelity and max_kl), in graphs that begin from now on; a file with layout exact has
+// exact and threshold, one with layout faithful only faithful. What the KV cache holds was computed as it was before.
+// LS_ERR_UNSUPPORTED: the file does not hold what that needs.
+LS_API ls_status ls_model_set_fidelity(ls_model * model, uint32_t fidelity, double max_kl);
+
+// Fidelity threshold, in graphs that begin from now on: absolute activations below values[i] count as zero in layer blocks[i], the
+// other layers keep theirs. blocks NULL and n_values 1: values[0] in every layer. max_kl > 0: none of them above what was measured for
+// that KL divergence; without values, those that were measured for it.
+// LS_ERR_STATE: another fidelity is in force. LS_ERR_UNSUPPORTED: the file holds no measured thresholds, or none up to max_kl.
+// LS_ERR_ARGUMENT: no such layer, no number, or one that max_kl does not allow.
+LS_API ls_status ls_model_set_thresholds(ls_model * model, const int32_t * blocks, const float * values, size_t n_values, double max_kl);
+
+// JSON: {name, max_kl, kl (null: not measured), thresholds:{block: value} of fidelity threshold}.
+LS_API ls_status ls_model_fidelity_json(ls_model * model, char ** out);
+
 // Keep these experts of a layer resident (ids of the file), replacing earlier pins of that layer; n_ids = 0 unpins.
 // LS_ERR_BUDGET if the pinned experts would leave less than one token's demand of one layer.
 LS_API ls_status ls_model_pin(ls_model * model, int32_t layer, const int32_t * ids, size_t n_ids);

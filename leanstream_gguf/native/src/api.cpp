@@ -109,7 +109,7 @@ ls_status ls_load_begin(ls_model * model, int32_t no_alloc) {
         if (m.engine.activated()) {
             throw Error(LS_ERR_STATE, "this model is loaded already; open it again for a second load");
         }
-        m.choose_fidelity();
+        m.engine.neurons->set_fidelity(choose_fidelity(m.index, m.options.fidelity, m.options.max_kl));
         m.no_alloc = no_alloc != 0;
         m.resident_at_load_bytes = process_resident_bytes();
         load_begin(m);
@@ -163,6 +163,30 @@ ls_status ls_model_speculation_json(ls_model * model, char ** out) {
     return guarded([&] {
         char *& text = checked(out, "out");
         text = copy_string(checked(model, "model").engine.speculation_json());
+    });
+}
+
+ls_status ls_model_set_fidelity(ls_model * model, uint32_t fidelity, double max_kl) {
+    return guarded([&] {
+        ls_model & m = checked(model, "model");
+        m.engine.neurons->set_fidelity(choose_fidelity(m.index, fidelity, max_kl));
+    });
+}
+
+ls_status ls_model_set_thresholds(ls_model * model, const int32_t * blocks, const float * values, size_t n_values, double max_kl) {
+    return guarded([&] {
+        if (n_values > 0) {
+            checked(values, "values");
+        }
+        checked(model, "model").engine.neurons->set_thresholds(blocks, values, n_values, max_kl);
+    });
+}
+
+ls_status ls_model_fidelity_json(ls_model * model, char ** out) {
+    return guarded([&] {
+        char *& text = checked(out, "out");
+        const ls_model & m = checked(model, "model");
+        text = copy_string(fidelity_json(m.index, *m.engine.neurons->fidelity()));
     });
 }
 

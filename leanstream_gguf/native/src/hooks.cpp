@@ -123,6 +123,7 @@ bool graph_begin(const llama_context * ctx, const ggml_cgraph * graph) {
         if (model->engine.device()) {
             session->device_backend = device_backend(ctx, model->engine.device()->device());
         }
+        session->fidelity = model->engine.neurons->fidelity();
         model->engine.begin(*session, graph);
         return true;
     } catch (const Error & e) {

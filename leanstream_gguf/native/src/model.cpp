@@ -14,9 +14,6 @@ static EngineOptions engine_options(const ls_options & o) {
     if (o.io_backend > 2) {
         throw Error(LS_ERR_ARGUMENT, format("io_backend %u: choose 0 (best), 1 (pread) or 2 (io_uring)", o.io_backend));
     }
-    if (o.fidelity > 2 || !(o.max_kl >= 0)) {
-        throw Error(LS_ERR_ARGUMENT, "fidelity must be 0 (exact), 1 (faithful) or 2 (threshold), and max_kl not negative");
-    }
     if (o.io_backend == 2 && !uring_available()) {
         throw Error(LS_ERR_UNSUPPORTED, "io_uring is not available here (library built without liburing, or refused by the kernel); "
             "use the pread backend");
@@ -34,42 +31,6 @@ static EngineOptions engine_options(const ls_options & o) {
         e.chunk_bytes = page_ceil(o.chunk_bytes);
     }
     return e;
-}
-
-// Which kind of file a fidelity needs.
-void ls_model::choose_fidelity() {
-    const LeanFile & lean = index.lean;
-    const ls_options & o = options;
-    const char * path = index.shards.front().path.c_str();
-    if (o.fidelity > 0 && lean.layers.empty()) {
-        throw Error(LS_ERR_UNSUPPORTED, format("%s has no layers stored neuron by neuron, so only fidelity exact works; leanstream repack "
-            "makes such a file", path)).path(path);
-    }
-    if (!lean.layers.empty() && lean.faithful != (o.fidelity == 1)) {
-        throw Error(LS_ERR_UNSUPPORTED, lean.faithful
-            ? format("%s has layout faithful, which holds the deciding rows in the clusters: use fidelity faithful, or repack with layout "
-                "exact", path)
-            : format("%s has layout exact, without the sketch that fidelity faithful needs: repack with layout faithful", path)).path(path);
-    }
-    if (o.fidelity != 2) {
-        return;
-    }
-    int32_t best = -1;
-    std::string known;
-    for (size_t i = 0; i < lean.thresholds.size(); ++i) {
-        const double kl = double(lean.thresholds[i].max_kl);
-        const double chosen = best < 0 ? 0 : double(lean.thresholds[size_t(best)].max_kl);
-        known += (known.empty() ? "" : ", ") + format("%g", kl);
-        if (o.max_kl > 0 ? kl <= o.max_kl * (1 + 1e-6) && (best < 0 || kl > chosen) : best < 0 || kl < chosen) {
-            best = int32_t(i);
-        }
-    }
-    if (best < 0) {
-        throw Error(LS_ERR_UNSUPPORTED, known.empty()
-            ? format("%s holds no measured thresholds; repack it with a calibration that has them (leanstream calibrate --max-kl)", path)
-            : format("%s holds thresholds measured for a KL of %s, none up to %g", path, known.c_str(), o.max_kl)).path(path);
-    }
-    engine.neurons->use_thresholds(best);
 }
 
 static void write_lean(Json & j, const LeanFile & lean) {

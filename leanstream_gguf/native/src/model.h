@@ -24,9 +24,6 @@ struct ls_model {
     // What llama.cpp holds beside the weights, from its contexts and from the process.
     ls::FixedMemory measure_fixed(uint64_t baseline_bytes);
 
-    // Settle which neurons are computed. Throws Error(LS_ERR_UNSUPPORTED) if the file does not hold what that needs.
-    void choose_fidelity();
-
     const ls_options options;
     ls::Index  index;
     ls::Engine engine;

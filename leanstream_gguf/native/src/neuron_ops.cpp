@@ -226,7 +226,8 @@ void op_select_neurons(ggml_tensor * dst, int ith, int nth, void *) {
         return;
     }
     const ggml_tensor * a = dst->src[0];
-    list_neurons(a->ne[1], n.layer, n.run, [&](int64_t t, uint64_t * bits) { mark_firing(row_of(a, t), n.layer.shape->n_ff, n.layer.threshold, bits); });
+    const float threshold = n.session.fidelity->thresholds[size_t(op_params(dst).index)];
+    list_neurons(a->ne[1], n.layer, n.run, [&](int64_t t, uint64_t * bits) { mark_firing(row_of(a, t), n.layer.shape->n_ff, threshold, bits); });
     if (!n.run.groups.empty()) {
         n.store.begin(n.run, nth);
     }

@@ -4,6 +4,7 @@
 
 #include "cache.h"
 #include "device.h"
+#include "fidelity.h"
 #include "index.h"
 #include "memory.h"
 #include "neuron_kernels.h"
@@ -29,7 +30,6 @@ struct NeuronLayer {
     uint32_t  rounding_block = 1;              // neurons, by original index
     uint32_t first_unit = 0;             // unit of cluster 0
     uint32_t pool = 0;
-    float    threshold = 0;              // smaller absolute activations count as zero
     const int32_t  * perm = nullptr;     // [n_ff] original index of a position
     const uint32_t * checksums = nullptr; // [n_clusters]
     const uint8_t  * sketch = nullptr;   // layout faithful
@@ -86,8 +86,11 @@ public:
     uint64_t min_cache_bytes() const;
     uint64_t all_cache_bytes() const;
 
-    // index of the setting, -1 = none: every neuron that is not exactly zero counts
-    void use_thresholds(int32_t setting);
+    // Which neurons count as zero in graphs that begin from now on. Any thread.
+    void set_fidelity(Fidelity fidelity);
+    std::shared_ptr<const Fidelity> fidelity() const;
+    // its thresholds, as change_thresholds() changes them
+    void set_thresholds(const int32_t * blocks, const float * values, size_t n_values, double max_kl);
 
     // ---- only while no graph runs
     void load(); // the resident parts; throws
@@ -157,6 +160,7 @@ private:
     std::vector<std::unique_ptr<Device>> & devices_;
     uint64_t tag_bits_;
     bool faithful_ = false;
+    std::shared_ptr<const Fidelity> fidelity_; // guarded by mutex_, never null
     Scheduler * scheduler_ = nullptr;
 
     std::vector<NeuronLayer>  layers_;

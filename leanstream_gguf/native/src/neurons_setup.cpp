@@ -22,6 +22,9 @@ uint64_t slot_bytes_of(const NeuronShape & s) {
 
 NeuronStore::NeuronStore(const Index & index, std::vector<std::unique_ptr<Device>> & devices, uint64_t tag_bits)
     : index_(index), devices_(devices), tag_bits_(tag_bits), faithful_(index.lean.faithful) {
+    Fidelity exact;
+    exact.thresholds.assign(index.lean.layers.size(), 0.0f);
+    fidelity_ = std::make_shared<const Fidelity>(std::move(exact));
     form_layers();
     form_pools();
     uint64_t largest = 0;
@@ -133,10 +136,19 @@ uint64_t NeuronStore::min_cache_bytes() const {
     return std::min(n, all);
 }
 
-void NeuronStore::use_thresholds(int32_t setting) {
-    for (size_t i = 0; i < layers_.size(); ++i) {
-        layers_[i].threshold = setting < 0 ? 0.0f : index_.lean.thresholds[size_t(setting)].values[i];
-    }
+void NeuronStore::set_fidelity(Fidelity fidelity) {
+    Lock lock(mutex_);
+    fidelity_ = std::make_shared<const Fidelity>(std::move(fidelity));
+}
+
+std::shared_ptr<const Fidelity> NeuronStore::fidelity() const {
+    Lock lock(mutex_);
+    return fidelity_;
+}
+
+void NeuronStore::set_thresholds(const int32_t * blocks, const float * values, size_t n_values, double max_kl) {
+    Lock lock(mutex_);
+    fidelity_ = std::make_shared<const Fidelity>(change_thresholds(index_, *fidelity_, blocks, values, n_values, max_kl));
 }
 
 const uint8_t * NeuronStore::load_tensor(int32_t id, AddressSpace & space) {

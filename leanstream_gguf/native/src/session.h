@@ -75,6 +75,7 @@ struct Session {
     std::vector<uint32_t> held_groups;
 
     std::atomic<const ggml_tensor *> acquired{nullptr}; // the acquire node that is done
+    std::shared_ptr<const Fidelity> fidelity; // of the graph being run
     MoeRun runs[kRuns];
     NeuronRun neuron_runs[2 * kNeuronRuns]; // of the sums, and of the decisions of layout faithful
 

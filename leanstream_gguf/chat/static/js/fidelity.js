@@ -1,9 +1,9 @@
 // The fidelity switch: exact or, where the file carries a calibration, lossy choices with their measured cost beside them.
 
 import { post } from "./api.js";
-import { attempt, notice } from "./dialogs.js";
+import { attempt } from "./dialogs.js";
 import { fill, h } from "./dom.js";
-import { refreshLive, useConfig } from "./live.js";
+import { useConfig } from "./live.js";
 import { app, on } from "./state.js";
 
 const TEXTS = {
@@ -35,10 +35,6 @@ async function choose(option) {
   if (option.name === "threshold") body.thresholds = { max_kl: option.max_kl };
   const config = await attempt(() => post("/v1/stream/config", body));
   if (!config) return draw(true);
-  if (config.reloading) {
-    notice("The model is loaded again for this.");
-    return refreshLive();
-  }
   useConfig(config);
   return undefined;
 }
