@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -68,6 +69,24 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) ->
         assert time.monotonic() < end, f"waited {timeout_s:g} s in vain until {what}"
         time.sleep(0.01)
     return value
+
+
+@contextlib.contextmanager
+def held(running: Running) -> Iterator[None]:
+    """The model computes nothing until the block ends: whoever has the turn keeps it, the others wait."""
+    llm, gate = running.host.llm, threading.Event()
+    compute = llm.eval
+
+    def wait_and_compute(tokens: Any) -> None:
+        assert gate.wait(WAIT_S)
+        compute(tokens)
+
+    llm.eval = wait_and_compute
+    try:
+        yield
+    finally:
+        del llm.eval
+        gate.set()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import until
 
 from leanstream_gguf import cli
 from leanstream_gguf.chat import discovery
@@ -77,11 +78,7 @@ PLAN: dict[str, Any] = {
 
 
 def known(book: NeedsBook, model: FoundModel) -> dict[str, Any]:
-    end = time.monotonic() + 20
-    while (needs := book.of(model)) is None:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return needs
+    return dict(until(lambda: book.of(model), "its needs are known"))
 
 
 def test_needs_are_worked_out_once_and_count_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from lean_files import make_lean
-from serving import CHAT, LETTERS, Running, serving, until
+from serving import CHAT, LETTERS, Running, held, serving, until
 from support import streamed
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("native")]
@@ -377,15 +377,17 @@ def test_clients_take_turns(server: Running) -> None:
         server.chat(user=user, max_tokens=8)
         done.append(user)
 
-    blocker = threading.Thread(target=lambda: server.chat(user="first", max_tokens=240))
-    blocker.start()
-    until(lambda: server.host.queue.running, "the model is busy")
+    blocker = threading.Thread(target=lambda: server.chat(user="first"))
     many = [threading.Thread(target=ask, args=("greedy",)) for _ in range(6)]
-    for thread in many:
-        thread.start()
-    until(lambda: server.host.queue.waiting == 6, "they wait")
     one = threading.Thread(target=ask, args=("modest",))
-    one.start()
+    with held(server):
+        blocker.start()
+        until(lambda: server.host.queue.running, "the model is busy")
+        for thread in many:
+            thread.start()
+        until(lambda: server.host.queue.waiting == 6, "they wait")
+        one.start()
+        until(lambda: server.host.queue.waiting == 7, "it waits too")
     for thread in (blocker, *many, one):
         thread.join()
     assert done.index("modest") <= 1
@@ -393,11 +395,12 @@ def test_clients_take_turns(server: Running) -> None:
 
 def test_a_full_queue_is_told_to_come_back(tiny: Tiny) -> None:
     with serving(tiny("moe_qwen3"), max_queue=1) as running:
-        waiting = [threading.Thread(target=lambda: running.chat(max_tokens=240)) for _ in range(2)]
-        for n, thread in enumerate(waiting):
-            thread.start()
-            until(lambda n=n: running.host.queue.running + running.host.queue.waiting == n + 1, "it waits")
-        reply = running.chat()
+        waiting = [threading.Thread(target=running.chat) for _ in range(2)]
+        with held(running):
+            for n, thread in enumerate(waiting):
+                thread.start()
+                until(lambda n=n: running.host.queue.running + running.host.queue.waiting == n + 1, "it waits")
+            reply = running.chat()
         assert (reply.status_code, reply.json()["error"]["type"]) == (429, "rate_limit_error")
         assert "retry-after" in reply.headers
         for thread in waiting:
@@ -415,7 +418,7 @@ def test_a_client_that_reads_nothing_does_not_hold_the_model(tiny: Tiny, monkeyp
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", running.port))
             connection.sendall(head_of(data) + data)
-            until(lambda: running.host.queue.running, "it has its turn")
+            until(lambda: running.host.llm.meter.completion_tokens, "it has its turn")
             assert running.chat(user="other").status_code == 200  # after its turn, which its pace does not lengthen
             assert counts["/v1/chat/completions", 200] == 1  # the other's: the first still waits to be read
 
