@@ -73,6 +73,15 @@ def measure(chat: ChatPage, program: Program, workload: dict[str, Any]) -> dict[
     }
 
 
+def report(result: dict[str, Any], path: Path | None) -> None:
+    """Print the line, and append it to a file."""
+    line = json.dumps(result)
+    print(line, flush=True)
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", type=Path)
@@ -91,14 +100,10 @@ def main() -> int:
             program.load(args.model)
             program.defaults(max_tokens=workload["max_tokens"])
             result |= measure(ChatPage(browser.new_page(), program.url).open(), program, workload)
+            report(result, HERE / "results" / f"{workload['name']}.jsonl" if args.save else None)
         finally:
             browser.close()
             program.stop()
-    line = json.dumps(result)
-    print(line)
-    if args.save:
-        with (HERE / "results" / f"{workload['name']}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
     return 0 if result["met"] else 1
 
 
