@@ -81,6 +81,25 @@ def test_what_is_wrong_gets_one_typed_error(server: Running, method: str, path: 
     assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
 
 
+@pytest.mark.parametrize("value", ['"\\ud800"', "NaN", "1e999", '"\\u0000"', "[" * 5000 + "]" * 5000])
+def test_nothing_that_is_sent_keeps_the_page_from_starting_again(server: Running, value: str) -> None:
+    created = server.http.post(f"{API}/conversations", json={}).json()["id"]
+    message = server.http.post(f"{API}/conversations/{created}/messages", json={"role": "user", "content": "a"}).json()["id"]
+    for method, path, body in (
+        ("PUT", "preferences/theme", f'{{"a": {value}}}'),
+        ("PATCH", f"messages/{message}", f'{{"meta": {{"a": {value}}}}}'),
+        ("PATCH", f"messages/{message}", f'{{"content": {value}}}'),
+        ("PATCH", f"conversations/{created}", f'{{"title": {value}}}'),
+        ("POST", "folders", f'{{"path": {value}}}'),
+        ("POST", "models/load", f'{{"path": {value}}}'),
+        ("POST", "models/estimate", f'{{"path": {value}}}'),
+    ):
+        reply = server.http.request(method, f"{API}/{path}", content=body, headers={"Content-Type": "application/json"})
+        assert reply.status_code < 500, (method, path, reply.text)
+    for path in ("state", "conversations", f"conversations/{created}", "models"):
+        assert server.http.get(f"{API}/{path}").status_code == 200, path
+
+
 def test_a_listed_model_is_loaded_with_the_given_options_and_remembered(server: Running, service: ChatService, tiny: Tiny) -> None:
     path = str(tiny("moe_qwen3"))
     listed = {model["path"]: model for model in server.http.get(f"{API}/models").json()["models"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -136,6 +137,45 @@ def test_two_programs_and_several_threads_write_at_once(store: ConversationStore
         thread.join()
     other.close()
     assert not errors and len(store.conversation(made["id"])["messages"]) == 60
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from leanstream_gguf.chat.store import ConversationStore
+
+store = ConversationStore(Path(sys.argv[1]))
+conversation = store.create()["id"]
+print(conversation, flush=True)
+while True:
+    message = store.add_message(conversation, role="assistant", content="x" * 5000, state="writing")
+    store.update_message(message["id"], content="y" * 5000)
+    print(message["id"], flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no kill -9 there")
+def test_killed_in_the_middle_of_writing_it_keeps_what_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "chat.sqlite3"
+    saved: dict[str, list[str]] = {}
+    for n_messages in (1, 20, 60):
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            conversation = writer.stdout.readline().strip()
+            ids = [writer.stdout.readline().strip() for _ in range(n_messages)]
+            writer.kill()
+            ids += writer.stdout.read().split()
+        saved[conversation] = ids
+    store = ConversationStore(path)
+    for conversation, ids in saved.items():
+        messages = store.conversation(conversation)["messages"]
+        assert [message["id"] for message in messages[: len(ids)]] == ids
+        assert len(messages) <= len(ids) + 1  # one may have been saved and not yet reported
+        assert all(message["content"] in ("x" * 5000, "y" * 5000) for message in messages)
+    store.close()
+    with sqlite3.connect(path) as db:
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert db.execute("PRAGMA foreign_key_check").fetchall() == []
 
 
 def test_export_as_json_holds_everything_and_unknown_forms_are_refused(store: ConversationStore) -> None:

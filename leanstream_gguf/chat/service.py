@@ -175,10 +175,11 @@ class ChatService:
         Raises:
             UnknownIdError: it is not.
         """
-        wanted = os.path.realpath(path)
-        for model in self.models():
-            if os.path.realpath(model.path) == wanted:
-                return model
+        with contextlib.suppress(ValueError):  # a path with a null byte is nobody's
+            wanted = os.path.realpath(path)
+            for model in self.models():
+                if os.path.realpath(model.path) == wanted:
+                    return model
         raise UnknownIdError(f"{path} is not in the folders that are searched", remedy="add its folder first")
 
     def estimate(self, path: str, memory: str) -> dict[str, Any]:

@@ -49,6 +49,20 @@ def _row(row: sqlite3.Row) -> dict[str, Any]:
     return {key: json.loads(row[key]) if key in _JSON else row[key] for key in row.keys()}  # noqa: SIM118 - a Row iterates values
 
 
+def _to_json(value: Any) -> str:
+    """The value as text that every reader takes, replies over HTTP included.
+
+    Raises:
+        ArgumentError: a number or a text that JSON in UTF-8 cannot hold.
+    """
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()
+    except ValueError as error:
+        raise ArgumentError(f"this cannot be kept: {error}") from error
+    return text
+
+
 def title_from(text: str) -> str:
     """A title made of the first line of a message, cut at a word."""
     line = next((line.strip(" #*`>-") for line in text.splitlines() if line.strip(" #*`>-")), "")
@@ -160,7 +174,7 @@ class ConversationStore:
         with self._change():
             self._db.execute(
                 "INSERT INTO conversations VALUES (?, ?, ?, ?, NULL, ?, ?)",
-                (new_id, title.strip() or UNTITLED, system, json.dumps(dict(settings or {})), now, now),
+                (new_id, title.strip() or UNTITLED, system, _to_json(dict(settings or {})), now, now),
             )
         return self.conversation(new_id)
 
@@ -178,7 +192,7 @@ class ConversationStore:
                 changes["title"] = changes["title"].strip() or UNTITLED
             for name in ("title", "system", "settings", "leaf_id"):
                 if name in changes:
-                    value = json.dumps(changes[name]) if name in _JSON else changes[name]
+                    value = _to_json(changes[name]) if name in _JSON else changes[name]
                     self._db.execute(f"UPDATE conversations SET {name} = ? WHERE id = ?", (value, conversation_id))
         return self.conversation(conversation_id)
 
@@ -229,8 +243,8 @@ class ConversationStore:
                     parent_id,
                     role,
                     content,
-                    json.dumps(attachments or []),
-                    json.dumps(dict(meta or {})),
+                    _to_json(attachments or []),
+                    _to_json(dict(meta or {})),
                     state,
                     now,
                     now,
@@ -257,7 +271,7 @@ class ConversationStore:
             now = time.time()
             for name in ("content", "meta", "state"):
                 if name in changes:
-                    value = json.dumps(changes[name]) if name in _JSON else changes[name]
+                    value = _to_json(changes[name]) if name in _JSON else changes[name]
                     self._db.execute(f"UPDATE messages SET {name} = ?, updated = ? WHERE id = ?", (value, now, message_id))
             self._db.execute("UPDATE conversations SET updated = ? WHERE id = ?", (now, found[0]["conversation_id"]))
         return self._rows("SELECT * FROM messages WHERE id = ?", message_id)[0]
@@ -271,7 +285,7 @@ class ConversationStore:
 
     def set_preference(self, key: str, value: Any) -> None:
         with self._change():
-            self._db.execute("INSERT OR REPLACE INTO preferences VALUES (?, ?)", (key, json.dumps(value)))
+            self._db.execute("INSERT OR REPLACE INTO preferences VALUES (?, ?)", (key, _to_json(value)))
 
 
 def _missing(what: str) -> UnknownIdError:
