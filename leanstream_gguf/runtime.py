@@ -242,7 +242,7 @@ class ModelHandle:
             check(lib.ls_model_set_policy(model, name.encode(), text.encode()))
 
     def set_speculation(self, depth: int | str = "auto", stages: int | str = "auto") -> None:
-        """How far ahead experts are guessed and read, from the next token on; never changes the output.
+        """How far ahead experts and neurons are guessed and read, from the next token on; never changes the output.
 
         Args:
             depth: layers, 0 = off, at most 2; `auto` = what pays, found while running.
@@ -307,7 +307,7 @@ class ModelHandle:
             note: goes into the file's header.
 
         Raises:
-            StateError: no experts to trace, or another trace is recorded. ReadError: the disk did not take all of it.
+            StateError: nothing to trace streams, or another trace is recorded. ReadError: the disk did not take all of it.
         """
         members = json.dumps(note)[1:-1]
         with self._use() as (_, lib, model):

@@ -194,7 +194,7 @@ class StreamConfig:
             stages where they are not given.
         policy: what the expert cache keeps: `lean`, `lfu`, `lru`, `slru` or `hotcold`.
         policy_params: `{"protected_share": 0.8}` for slru, `{"half_life": 4096}` (uses) for lfu and lean, and more.
-        depth: layers to look ahead for experts to read before they are chosen, 0 = off, at most 2, `auto` = what pays.
+        depth: layers to look ahead for experts and neurons to read before they are chosen, 0 = off, at most 2, `auto` = what pays.
         stages: how often such a guess is corrected: 1 = never, `auto` = at every chance.
         io_threads: reading threads, 0 = chosen.
         io_depth: reads in flight with io_uring, 0 = chosen.

@@ -89,7 +89,7 @@ class StreamHandle:
         self._require().set_policy(name, params)
 
     def set_speculation(self, depth: int | str = "auto", stages: int | str = "auto") -> None:
-        """Change how far ahead experts are guessed and read, from the next token on. Moves reads, never changes the output.
+        """Change how far ahead experts and neurons are guessed and read, from the next token on. It never changes the output.
 
         Args:
             depth: layers, 0 = off, at most 2; `auto` = what pays, found while running.

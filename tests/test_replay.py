@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lean_files import make_lean
 from support import sample_tokens, streamed
 
 pytestmark = [
@@ -61,6 +62,34 @@ def test_trace_of_a_resident_model_is_all_hits(tiny: Tiny, tmp_path: Path) -> No
     assert found["n_tokens"] == 16
     assert all(layer["n_uses"] == layer["n_hit"] > 0 for layer in found["layers"])
     assert {r["lead"] for r in found["recall"]} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("faithful", [False, True])
+def test_trace_of_neurons_is_replayed(tiny: Tiny, tmp_path: Path, faithful: bool) -> None:
+    from leanstream_gguf import StreamConfig, replay
+
+    options: dict[str, Any] = {"faithful": True, "margin": 0.1} if faithful else {}
+    lean = make_lean(tiny("dense_arcee"), tmp_path / "toy.lean.gguf", cluster_size=1, n_hot=0, **options)
+    path = tmp_path / "neurons.trace"
+    with streamed(lean, "full", stream=StreamConfig(fidelity="faithful" if faithful else "exact", depth=2)) as llm:
+        plan = llm.stream.plan()
+        low, high = plan["minimum_budget_bytes"], plan["full_budget_bytes"]
+        llm.stream.set_budget(low + (high - low) * 3 // 10)
+        with llm.stream.tracing(path):
+            for token in sample_tokens(N_TOKENS, 512):
+                llm.eval([token])
+    found = replay.summary(path)
+    assert found["n_tokens"] == N_TOKENS and len(found["layers"]) == plan["lean"]["n_neuron_layers"]
+    for layer in found["layers"]:
+        assert layer["n_uses"] == layer["n_hit"] + layer["n_ahead"] + layer["n_late"] + layer["n_missed"] > 0
+    assert any(layer["n_missed"] for layer in found["layers"]) and any(layer["n_ahead"] for layer in found["layers"])
+    assert {r["lead"] for r in found["recall"]} == {1, 2, 3}
+    n_units = found["n_units"]
+    for n in (n_units // 2, n_units):
+        optimum = replay.replay(path, "belady", n)["n_misses"]
+        misses = {policy: replay.replay(path, policy, n)["n_misses"] for policy in POLICIES}
+        assert all(value >= optimum > 0 for value in misses.values())
+        assert n < n_units or set(misses.values()) == {optimum}
 
 
 def test_optimum_is_least_and_everything_fits_once(trace: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reading ahead of a layer's choice of experts: it moves reads, is counted, and changes no bit."""
+"""Reading ahead of a layer's choice of experts or neurons: it moves reads, is counted, and changes no bit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from lean_files import make_lean
 from support import assert_same_bytes, logits, sample_tokens, streamed, unstreamed
 
 pytestmark = [
@@ -141,6 +142,117 @@ def test_flow_control_settles_within_32_tokens(tiny: Tiny) -> None:
     from leanstream_gguf import StreamConfig
 
     with streamed(tiny("moe_qwen3"), "full", stream=StreamConfig(cache_budget="50%"), **SHAPE) as llm:
+        for token in TOKENS[:32]:
+            llm.eval([token])
+        found = llm.stream.speculation()
+        assert found["settled"] and all(ns > 0 for ns in found["token_ns"])
+
+
+# ---- clusters of neurons ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lean(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`lean(name, **options)`: a toy model in clusters of one neuron, written once."""
+    folder = tmp_path_factory.mktemp("lean")
+    written: dict[str, Path] = {}
+
+    def get(name: str, **options: Any) -> Path:
+        key = "-".join([name, *map(str, options)])
+        if key not in written:
+            written[key] = make_lean(tiny(name), folder / f"{key}.lean.gguf", **{"cluster_size": 1, "n_hot": 0, **options})
+        return written[key]
+
+    return get
+
+
+def set_share(llm: Any, share: float) -> None:
+    """A budget between the least and everything."""
+    plan = llm.stream.plan()
+    low, high = plan["minimum_budget_bytes"], plan["full_budget_bytes"]
+    llm.stream.set_budget(int(low + share * (high - low)))
+    llm.stream.reset_stats()
+
+
+def run_neurons(path: Path, share: float, **config: Any) -> tuple[npt.NDArray[np.single], dict[str, Any], dict[str, Any]]:
+    from leanstream_gguf import StreamConfig
+
+    with streamed(path, "full", stream=StreamConfig(**config), **SHAPE) as llm:
+        set_share(llm, share)
+        return logits(llm, TOKENS, N_PROMPT), llm.stream.stats().to_dict(), llm.stream.speculation()
+
+
+LEAN_FILES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("dense_arcee", {}, {}),
+    ("dense_arcee", {"faithful": True, "margin": 0.1}, {"fidelity": "faithful"}),
+    ("dense_arcee", {"cluster_size": 3}, {}),
+    ("dense_tied", {"thresholds": ((0.5, 0.1),)}, {"fidelity": "threshold"}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:fidelity threshold")
+@pytest.mark.parametrize(("name", "options", "config"), LEAN_FILES)
+def test_neurons_read_ahead_change_no_bit(lean: Any, name: str, options: dict[str, Any], config: dict[str, Any]) -> None:
+    path = lean(name, **options)
+    expected, stats, speculation = run_neurons(path, 1, depth=2, **config)
+    assert stats["n_ahead"] == 0 and speculation["neurons_recall"] == [], "everything is in memory"
+    found, stats, speculation = run_neurons(path, 0.6, depth=0, **config)
+    assert_same_bytes(found, expected)
+    assert stats["n_ahead"] == 0 and speculation["neurons_recall"] == [], "it is switched off"
+    n_ahead = 0
+    settings: list[tuple[float, dict[str, Any]]] = [
+        (0, {"depth": 2}),
+        (0.6, {"depth": 1}),
+        (0.6, {"depth": 2, "stages": 1}),
+        (0.6, {}),
+    ]
+    for share, ahead in settings:
+        found, stats, _ = run_neurons(path, share, **ahead, **config)
+        assert_same_bytes(found, expected)
+        n_ahead += stats["n_ahead"]
+        assert stats["n_ahead_used"] + stats["n_ahead_wasted"] <= stats["n_ahead"]
+        assert stats["n_ahead_late"] <= stats["n_ahead_used"]
+        assert stats["ahead_bytes"] <= stats["needed_bytes"]
+    assert n_ahead > 0 or options.get("cluster_size") == 3, "nothing was read ahead"  # those leave no room beside demand
+
+
+def test_neurons_are_guessed_better_than_by_chance(lean: Any) -> None:
+    _, stats, speculation = run_neurons(lean("dense_arcee"), 0.5, depth=2)
+    assert {r["lead"] for r in speculation["neurons_recall"]} == {1, 2, 3}
+    late = speculation["neurons_recall"][0]
+    assert late["at_k"] > 0.75 and late["at_2k"] >= late["at_k"], "of random neurons half fire"
+    assert all(0 <= layer["at_k"] <= layer["at_2k"] <= 1 and layer["n"] > 0 for layer in late["layers"])
+    assert stats["n_ahead_used"] > stats["n_ahead_wasted"]
+
+
+def test_neurons_settings_may_change_from_another_thread(lean: Any) -> None:
+    path, stop = lean("dense_arcee"), threading.Event()
+    expected, _, _ = run_neurons(path, 1)
+    with streamed(path, "full", **SHAPE) as llm:
+        set_share(llm, 0.4)
+
+        def meddle() -> None:
+            i = 0
+            while not stop.is_set():
+                llm.stream.set_speculation(("auto", 0, 1, 2)[i % 4], ("auto", 1)[i % 2])
+                llm.stream.set_policy(("lean", "lru", "lfu", "slru", "hotcold")[i % 5])
+                if i % 7 == 0:
+                    set_share(llm, (0.1, 0.4, 0.9, 1)[i // 7 % 4])
+                i += 1
+
+        thread = threading.Thread(target=meddle)
+        thread.start()
+        try:
+            for _ in range(3):
+                assert_same_bytes(logits(llm, TOKENS, N_PROMPT), expected)
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_flow_control_settles_for_neurons(lean: Any) -> None:
+    with streamed(lean("dense_arcee"), "full", **SHAPE) as llm:
+        set_share(llm, 0.5)
         for token in TOKENS[:32]:
             llm.eval([token])
         found = llm.stream.speculation()

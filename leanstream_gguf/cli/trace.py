@@ -14,8 +14,8 @@ from . import _common
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "trace",
-        help="record which experts each token needs, for `leanstream replay`",
-        description="Feed a text token by token and record, per token and layer, the experts needed, how near the others came, what "
+        help="record which experts or neurons each token needs, for `leanstream replay`",
+        description="Feed a text token by token and record, per token and layer, the experts or clusters of neurons needed, what "
         "was predicted and how each need was met (in memory, read ahead in time, read ahead but late, missed).",
     )
     _common.add_model(parser)

@@ -1,6 +1,7 @@
 #include "check.h"
 #include "support.h"
 
+#include "neuron_guess.h"
 #include "predictor.h"
 
 #include "ggml-backend.h"
@@ -142,4 +143,47 @@ TEST(calibration_learns_scale_and_offsets) {
         c.learn(m, p, used);
     }
     CHECK(error < 0.08);
+}
+
+TEST(firing_is_learnt_from_scores_of_any_size) {
+    constexpr uint32_t kNeurons = 96;
+    for (const float size : {0.01f, 1.0f, 300.0f}) {
+        FiringModel model;
+        model.reset(kNeurons);
+        check::Random random(7);
+        std::vector<float> score(kNeurons), p;
+        std::vector<uint8_t> fired(kNeurons);
+        double first = 0, last = 0;
+        for (int turn = 0; turn < 400; ++turn) {
+            for (uint32_t i = 0; i < kNeurons; ++i) {
+                const float v = float(random.below(2000)) / 1000.0f - 1.0f;
+                fired[i] = v + (i % 3 == 0 ? 0.5f : -0.3f) > 0; // a neuron's own drift between the guess and its turn
+                score[i] = size * v;
+            }
+            model.note_size(score.data());
+            model.probabilities(score.data(), p);
+            double error = 0;
+            for (uint32_t i = 0; i < kNeurons; ++i) {
+                CHECK(p[i] >= 0 && p[i] <= 1);
+                error += std::fabs(double(p[i]) - fired[i]) / kNeurons;
+            }
+            (turn < 20 ? first : last) += turn < 20 ? error / 20 : turn >= 380 ? error / 20 : 0;
+            model.learn(score.data(), fired);
+        }
+        CHECK(last < 0.7 * first);
+    }
+}
+
+TEST(firing_survives_numbers_that_are_none) {
+    FiringModel model;
+    model.reset(4);
+    const std::vector<float> score = {NAN, INFINITY, -INFINITY, 0.0f};
+    std::vector<float> p;
+    model.note_size(score.data());
+    model.probabilities(score.data(), p);
+    model.learn(score.data(), {1, 0, 1, 0});
+    model.probabilities(score.data(), p);
+    for (const float v : p) {
+        CHECK(v >= 0 && v <= 1);
+    }
 }

@@ -535,7 +535,7 @@ void Engine::get_stats(ls_stats & out) const {
     out.n_waves            += n.n_waves;
     out.stall_ns           += n.stall_ns;
     out.cluster_capacity_bytes = neurons->capacity_bytes();
-    spec_.counters.copy_to(out);
+    add_speculation_locked(out);
     if (device_) {
         out.device_budget_bytes = device_->plan().budget_bytes;
         out.device_used_bytes   = device_->plan().used_bytes;

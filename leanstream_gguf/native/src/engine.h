@@ -202,6 +202,7 @@ private:
     void prepare_speculation_locked();
     void begin_speculation_locked(Session & session, const ggml_cgraph * graph);
     void end_speculation_locked(Session & session);
+    void add_speculation_locked(ls_stats & out) const;
     void read_ahead_guessed_locked(uint32_t layer, uint8_t lead, const std::vector<float> & p);
     bool admit_ahead_locked(uint32_t unit);
     bool cancel_ahead_locked(uint32_t layer, uint32_t expert);

@@ -3,6 +3,7 @@
 #include "device_pass.h"
 #include "engine.h"
 #include "guess_points.h"
+#include "neuron_guess.h"
 #include "neuron_ops.h"
 #include "neuron_pass.h"
 #include "ops.h"
@@ -30,6 +31,7 @@ public:
     uint32_t run() {
         find_uses();
         neurons_ = find_neurons(graph_, engine_.weights, *engine_.neurons);
+        neuron_points_ = find_neuron_guess_points(engine_, neurons_, graph_);
         guess_points_ = engine_.device() ? GuessPoints() : find_guess_points(engine_, buffer_type_, graph_); // routers are not in host memory
         for (int i = 0; i < graph_->n_nodes; ++i) {
             ggml_tensor * node = graph_->nodes[i];
@@ -41,6 +43,7 @@ public:
             rewrite(node);
             out_.push_back(node);
             insert_guesses(node);
+            insert_neuron_guesses(node);
         }
         replace_nodes();
         return held_at_once_;
@@ -264,6 +267,20 @@ private:
         routing.last_product = int(out_.size()); // run() appends the node there
     }
 
+    void insert_neuron_guesses(ggml_tensor * node) {
+        const auto found = neuron_points_.find(node);
+        if (found == neuron_points_.end()) {
+            return;
+        }
+        for (const auto & [layer, lead] : found->second) {
+            OpParams p = {};
+            p.index = layer;
+            p.part  = int16_t(lead);
+            ggml_tensor * t = new_node(GGML_TYPE_F32, engine_.neurons->layer(uint32_t(layer))->shape->n_ff, node, p, op_guess_neurons);
+            ggml_format_name(t, "leanstream_guess_neurons_%d_%d", layer, int(lead));
+        }
+    }
+
     void insert_guesses(ggml_tensor * node) {
         const auto found = guess_points_.at.find(node);
         if (found == guess_points_.at.end()) {
@@ -303,6 +320,7 @@ private:
     struct Quantized { ggml_tensor * input; ggml_type type; ggml_tensor * node; };
     std::vector<Quantized> quantized_;
     GuessPoints guess_points_;
+    NeuronGuessPoints neuron_points_;
 };
 
 } // namespace

@@ -2,6 +2,7 @@
 
 #include "engine.h"
 #include "ops.h"
+#include "sketch_row.h"
 
 #include "ggml-cpu.h"
 
@@ -109,34 +110,6 @@ const char * input_row(const ggml_tensor * x, const ggml_tensor * quantized, ggm
     return (const char *) (quantized ? quantized : x)->data + token * bytes;
 }
 
-// Input in blocks of 32 bytes, one scale each.
-struct SketchRow {
-    std::vector<int8_t> q;
-    std::vector<float> two, sum;
-    SketchInput input;
-
-    explicit SketchRow(uint32_t n_embd) : q(padded_rows(n_embd)), two(q.size() / 32), sum(q.size() / 32),
-        input{ q.data(), two.data(), sum.data(), uint32_t(q.size()) } {}
-
-    void set(const float * x, uint32_t n) {
-        for (uint32_t b = 0; b < two.size(); ++b) {
-            const uint32_t first = 32 * b, last = std::min(n, first + 32);
-            float largest = 0;
-            for (uint32_t i = first; i < last; ++i) {
-                largest = std::max(largest, std::fabs(x[i]));
-            }
-            const float scale = largest / 127, inverse = scale > 0 ? 1 / scale : 0;
-            int32_t total = 0;
-            for (uint32_t i = first; i < first + 32; ++i) {
-                q[i] = i < last && x[i] == x[i] ? int8_t(std::lrintf(std::max(-127.0f, std::min(127.0f, x[i] * inverse)))) : int8_t(0);
-                total += q[i];
-            }
-            two[b] = 2 * scale;
-            sum[b] = -3 * scale * float(total);
-        }
-    }
-};
-
 // h of one rounding block and token as ggml would round it: entries first .. last of the run
 void round_block(const Neurons & n, float * h, uint32_t first, uint32_t last) {
     const ggml_type type = n.layer.rounding_type;
@@ -229,7 +202,7 @@ void op_select_neurons(ggml_tensor * dst, int ith, int nth, void *) {
     const float threshold = n.session.fidelity->thresholds[size_t(op_params(dst).index)];
     list_neurons(a->ne[1], n.layer, n.run, [&](int64_t t, uint64_t * bits) { mark_firing(row_of(a, t), n.layer.shape->n_ff, threshold, bits); });
     if (!n.run.groups.empty()) {
-        n.store.begin(n.run, nth);
+        n.store.begin(n.run, nth, n.layer.shape->deciding.present() ? nullptr : &n.session, a->ne[1]);
     }
 }
 
@@ -265,7 +238,7 @@ void op_select_candidates(ggml_tensor * dst, int ith, int nth, void *) {
         }
     });
     if (!n.run.groups.empty()) {
-        n.store.begin(n.run, nth);
+        n.store.begin(n.run, nth, &n.session, scores->ne[1]);
     }
 }
 

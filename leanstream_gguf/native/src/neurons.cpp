@@ -20,11 +20,7 @@ bool NeuronStore::admit_locked(uint32_t unit, bool cold) {
     Pool & pool = pools_[layers_[layer_of_unit_[unit]].pool];
     std::vector<uint32_t> evicted;
     const bool ok = pool.cache->admit(unit - pool.first_unit, cold, evicted);
-    for (uint32_t u : evicted) {
-        n_ready_ -= state_[pool.first_unit + u] == kReady;
-        state_[pool.first_unit + u] = kAbsent;
-    }
-    counters_.evictions += evicted.size();
+    note_evicted_locked(pool, evicted);
     return ok;
 }
 
@@ -43,6 +39,9 @@ bool NeuronStore::pin_locked(NeuronRun & run, const NeuronLayer & layer, uint32_
     pool.cache->pin(local);
     stamp_[unit] = stamp_now_;
     run.pinned.push_back(unit);
+    if (ahead_state_[unit] != Speculation::kNone) {
+        use_ahead_locked(unit);
+    }
     if (state_[unit] == kReady) {
         counters_.hits++;
         return true;
@@ -51,6 +50,7 @@ bool NeuronStore::pin_locked(NeuronRun & run, const NeuronLayer & layer, uint32_
     waiting_[unit] |= uint8_t(1u << run.id);
     run.n_pending.fetch_add(1, std::memory_order_relaxed);
     if (state_[unit] == kAbsent) {
+        waste_.judge_demand(layer.shape->stride);
         state_[unit] = kLoading;
         pool.cache->pin(local); // until the read is done
         missing.push_back(unit);
@@ -122,7 +122,7 @@ void NeuronStore::point_at_records(NeuronRun & run) const {
     }
 }
 
-void NeuronStore::begin(NeuronRun & run, int n_threads) {
+void NeuronStore::begin(NeuronRun & run, int n_threads, const Session * session, int64_t n_tokens) {
     run.records.resize(run.positions.size());
     run.wave_begin = run.wave_end = 0;
     run.failed.store(false);
@@ -133,6 +133,9 @@ void NeuronStore::begin(NeuronRun & run, int n_threads) {
         run.n_pending.store(0);
         counters_.n_fired += run.positions.size();
         counters_.fired_bytes += run.positions.size() * run.layer->shape->record_bytes;
+        if (session) {
+            begin_turn_locked(*session, run, n_tokens);
+        }
         if (all_ready_.load(std::memory_order_relaxed)) {
             counters_.hits += run.positions.size();
         } else {
@@ -161,10 +164,17 @@ void NeuronStore::begin_wave(NeuronRun & run, int n_threads) {
             unpin_locked(run);
             run.n_pending.store(0);
             run.wave_end = run.wave_begin;
+            n_blocked_++;
             changed_.wait(lock);
+            n_blocked_--;
         }
         start_reads_locked(missing, Priority::demand);
         counters_.n_waves += run.wave_end < run.groups.size();
+        if (run.wave_end == run.groups.size()) {
+            NeuronsAhead & a = ahead_[run.layer->index];
+            a.mean_units += 0.1f * (float(run.pinned.size()) - a.mean_units);
+            end_turn_locked(run.layer->index);
+        }
         point_at_records(run);
     }
     run.threads_left.store(n_threads, std::memory_order_relaxed);
@@ -248,7 +258,7 @@ void NeuronStore::start_reads_locked(std::vector<uint32_t> & missing, Priority p
         const uint32_t li = layer_of_unit_[missing[i]];
         const NeuronLayer & l = layers_[li];
         const uint64_t base = index_.tensors[size_t(l.shape->clusters)].offset, stride = l.shape->stride;
-        Read r = { li, missing[i] - l.first_unit, 1, { missing[i] } };
+        Read r = { li, missing[i] - l.first_unit, 1, priority, { missing[i] } };
         const uint64_t begin = (base + r.first * stride) / alignment_ * alignment_;
         for (++i; i < missing.size() && layer_of_unit_[missing[i]] == li; ++i) {
             const uint32_t c = missing[i] - l.first_unit;
@@ -261,19 +271,30 @@ void NeuronStore::start_reads_locked(std::vector<uint32_t> & missing, Priority p
         }
         n_loading_ += uint32_t(r.units.size());
         counters_.needed_bytes += r.units.size() * stride;
-        queued_.push_back({ std::move(r), priority });
+        queue_locked(std::move(r));
     }
     start_next_locked();
 }
 
+void NeuronStore::queue_locked(Read read) {
+    const auto at = std::upper_bound(queued_.begin(), queued_.end(), read.priority, [](Priority p, const Read & r) { return p < r.priority; });
+    queued_.insert(at, std::move(read));
+}
+
+void NeuronStore::release_buffer_locked(uint32_t buffer) {
+    n_ahead_buffers_ -= reads_[buffer].ahead();
+    reads_[buffer].units.clear();
+    free_buffers_.push_back(buffer);
+}
+
 void NeuronStore::start_next_locked() {
     std::vector<ReadRequest> requests;
-    while (!queued_.empty() && !free_buffers_.empty()) {
+    while (!queued_.empty() && !free_buffers_.empty() && (!queued_.front().ahead() || n_ahead_buffers_ < kAheadBuffers)) {
         const uint32_t b = free_buffers_.back();
         free_buffers_.pop_back();
-        const Priority priority = queued_.front().second;
-        reads_[b] = std::move(queued_.front().first);
+        reads_[b] = std::move(queued_.front());
         queued_.pop_front();
+        n_ahead_buffers_ += reads_[b].ahead();
         const NeuronShape & s = *layers_[reads_[b].layer].shape;
         const IndexEntry & clusters = index_.tensors[size_t(s.clusters)];
         const uint64_t begin = clusters.offset + reads_[b].first * s.stride, end = begin + reads_[b].n * s.stride;
@@ -283,8 +304,8 @@ void NeuronStore::start_next_locked() {
         q.dest     = buffers_.base() + b * buffer_bytes_;
         q.n_needed = uint32_t(end - q.offset);
         q.n_bytes  = uint32_t((q.n_needed + alignment_ - 1) / alignment_ * alignment_);
-        q.priority = priority;
-        q.tag      = tag_bits_ | uint64_t(b) << 8;
+        q.priority = reads_[b].priority;
+        q.tag      = tag_of(b);
         requests.push_back(q);
     }
     scheduler_->submit(requests);
@@ -336,8 +357,8 @@ void NeuronStore::on_read(const ReadRequest & request, int error) {
         pool.cache->unpin(unit - pool.first_unit);
     }
     n_loading_ -= uint32_t(r.units.size());
-    wake |= n_loading_ == 0;
-    free_buffers_.push_back(b);
+    wake |= n_loading_ == 0 || n_blocked_ > 0;
+    release_buffer_locked(b);
     set_all_ready_locked();
     start_next_locked();
     if (wake) {
@@ -358,6 +379,10 @@ NeuronCounters NeuronStore::counters() const {
 void NeuronStore::reset_counters() {
     Lock lock(mutex_);
     counters_ = {};
+    ahead_counters_ = {};
+    for (NeuronsAhead & a : ahead_) {
+        std::fill(a.recall, a.recall + kLeads, NeuronRecall());
+    }
 }
 
 } // namespace ls

@@ -7,9 +7,11 @@
 #include "fidelity.h"
 #include "index.h"
 #include "memory.h"
-#include "neuron_kernels.h"
+#include "neuron_ahead.h"
+#include "neuron_run.h"
 #include "scheduler.h"
 #include "status.h"
+#include "trace.h"
 
 #include <atomic>
 #include <condition_variable>
@@ -21,46 +23,6 @@
 
 namespace ls {
 
-struct NeuronLayer {
-    const NeuronShape * shape = nullptr;
-    ColumnMatrix matrix = {};
-    AccumulateFn accumulate = nullptr;
-    // ggml rounds the input of a quantised product to 8 bits, block by block; so do we, or sums would differ by more than their order
-    ggml_type rounding_type = GGML_TYPE_COUNT; // COUNT = none
-    uint32_t  rounding_block = 1;              // neurons, by original index
-    uint32_t first_unit = 0;             // unit of cluster 0
-    uint32_t pool = 0;
-    const int32_t  * perm = nullptr;     // [n_ff] original index of a position
-    const uint32_t * checksums = nullptr; // [n_clusters]
-    const uint8_t  * sketch = nullptr;   // layout faithful
-    std::vector<uint32_t> position_of;   // [n_ff] position of an original index
-};
-
-// The neurons that one product of one micro-batch needs, group by group. They are taken in waves: as many groups as there is
-// room for; with a cache of ordinary size that is one wave. Waves do not show in the result: every output is one sum in
-// original order.
-struct NeuronRun {
-    struct Group { uint32_t group, first, n; }; // entries first .. first + n
-
-    const NeuronLayer * layer = nullptr;
-    std::vector<Group>    groups;
-    std::vector<uint32_t> positions;          // [entry] ascending original index
-    std::vector<const uint8_t *> records;     // [entry] valid for the wave at hand
-    std::vector<uint64_t> bitmap;             // scratch: [n_ff / 64] by original index
-
-    // written by one thread before the wave is announced
-    uint32_t wave_begin = 0, wave_end = 0;    // groups
-    std::vector<uint32_t> pinned;             // units
-
-    bool active = false;                      // guarded by the store's lock
-    int32_t id = -1;                          // bit in the store's wait masks while active
-    std::atomic<int32_t>  n_pending{0};       // clusters of the wave that are not there yet
-    std::atomic<uint32_t> wave{0};            // number of the wave at hand, from 1
-    std::atomic<bool>     failed{false};      // a read of this wave failed
-    std::atomic<int32_t>  threads_left{0};    // that have not finished the wave
-    std::atomic<int32_t>  threads_in_rows{0}; // that have not finished the rows of the wave
-};
-
 struct NeuronCounters {
     uint64_t n_fired = 0;       // firing neurons, summed over layers and micro-batches
     uint64_t fired_bytes = 0;   // of their records
@@ -69,6 +31,8 @@ struct NeuronCounters {
     uint64_t n_waves = 0;       // beyond the first
     uint64_t stall_ns = 0;
 };
+
+class Json;
 
 class NeuronStore {
 public:
@@ -100,8 +64,9 @@ public:
     // fill what is free with the hottest clusters; waits for the reads; throws
     void fill();
 
-    // ---- runs; entries are set. One thread: take the first wave.
-    void begin(NeuronRun & run, int n_threads);
+    // ---- runs; entries are set. One thread: take the first wave. session: if the layer has just decided, for how many tokens;
+    // nullptr: the candidates of layout faithful are being used, and the layer had its turn with them
+    void begin(NeuronRun & run, int n_threads, const Session * session, int64_t n_tokens);
     // any thread: sleep until wave number `wave` is in memory; false: failed
     bool wait_wave(NeuronRun & run, uint32_t wave);
     // any thread, when it has finished its rows of the wave: until all have
@@ -113,6 +78,23 @@ public:
     // first group of the wave that belongs to no earlier rounding block than `group` does; one past the block of `group`
     static uint32_t block_start(const NeuronRun & run, uint32_t group);
     static uint32_t block_end(const NeuronRun & run, uint32_t group);
+
+    // ---- reading ahead of a layer's decision (neurons_ahead.cpp)
+    // once for each layer, while graphs are built
+    void note_decider(uint32_t layer, const Decider & decider);
+    const Decider & decider(uint32_t layer) const { return deciders_[layer]; }
+    // is there anything that reading ahead could help? lock-free
+    bool wants_guesses() const { return !empty() && !all_ready_.load(std::memory_order_relaxed); }
+    // score: [n_ff] of the layer, from one token's residual
+    void guessed(const Session & session, uint32_t layer, uint8_t lead, const float * score);
+    void forget_guesses(const Session & session);
+    void list_trace_layers(std::vector<TraceLayer> & out) const;
+    // nullptr: record no more. first_layer: of those in the trace
+    void set_trace(std::shared_ptr<TraceWriter> trace, uint32_t first_layer);
+    SpeculationCounters ahead_counters() const;
+    float least_p() const;
+    // [{lead, at_k, at_2k, n, layers:[{layer, at_k, at_2k, n}]}]
+    void write_recall(Json & j) const;
 
     void on_read(const ReadRequest & request, int error);
 
@@ -127,16 +109,20 @@ private:
         uint64_t slot_bytes;
         uint32_t first_unit, n_units;
         std::unique_ptr<SlotCache> cache;
+        uint32_t n_waiting = 0; // units read ahead whose turn comes
     };
     // One read: neighbouring clusters, through a buffer, because in memory they lie elsewhere and closer.
     struct Read {
         uint32_t layer, first, n; // clusters; those in `units` are wanted
+        Priority priority;
         std::vector<uint32_t> units;
+        bool ahead() const { return priority == Priority::refined || priority == Priority::speculative; }
     };
     using Lock = std::unique_lock<std::mutex>;
 
     static constexpr uint32_t kMaxRuns = 8;  // bits of a wait mask
     static constexpr uint32_t kBuffers = 48; // reads in flight or about to be
+    static constexpr uint32_t kAheadBuffers = 12; // of those, ahead of a decision: demand always finds one
 
     void form_layers();
     void form_pools();
@@ -149,7 +135,23 @@ private:
     bool admit_locked(uint32_t unit, bool cold);
     void unpin_locked(NeuronRun & run);
     void start_reads_locked(std::vector<uint32_t> & missing, Priority priority);
+    void queue_locked(Read read);
     void start_next_locked();
+    void release_buffer_locked(uint32_t buffer);
+    void note_evicted_locked(Pool & pool, const std::vector<uint32_t> & evicted);
+
+    void begin_turn_locked(const Session & session, const NeuronRun & run, int64_t n_tokens);
+    void end_turn_locked(uint32_t layer);
+    void learn_locked(const Session & session, const NeuronRun & run);
+    void trace_guess_locked(uint32_t layer, uint8_t lead, const std::vector<float> & p);
+    void trace_need_locked(const NeuronRun & run, int64_t n_tokens);
+    void read_ahead_locked(uint32_t layer, uint8_t lead, const std::vector<float> & p);
+    void rerank_locked(uint32_t layer, const std::vector<uint8_t> & unlikely, Priority priority);
+    void forget_read_locked(const Read & read);
+    void use_ahead_locked(uint32_t unit);
+    void promote_locked(uint32_t unit);
+    void hint_locked(uint32_t unit, float p);
+    uint64_t tag_of(uint32_t buffer) const { return tag_bits_ | uint64_t(buffer) << 8; }
     void set_all_ready_locked();
     void begin_wave(NeuronRun & run, int n_threads);
     void point_at_records(NeuronRun & run) const;
@@ -186,10 +188,23 @@ private:
     AddressSpace         buffers_;
     std::vector<Read>    reads_;             // [buffer]
     std::vector<uint32_t> free_buffers_;
-    std::deque<std::pair<Read, Priority>> queued_; // for want of a buffer
+    std::deque<Read>     queued_;            // for want of a buffer, in order of priority
+    uint32_t             n_ahead_buffers_ = 0;
+    uint32_t             n_blocked_ = 0;     // runs that found no room
     uint32_t             n_loading_ = 0;     // clusters
     ls_error             error_ = {};
     NeuronCounters       counters_;
+
+    std::vector<Decider>      deciders_;     // [layer]
+    std::vector<NeuronsAhead> ahead_;        // [layer]
+    std::vector<uint8_t>      ahead_state_;  // by unit: Speculation::State
+    SpeculationCounters       ahead_counters_;
+    WasteLimit                waste_;
+    std::vector<float>        p_, ranks_;    // scratch
+    std::vector<uint8_t>      marks_;        // scratch
+    std::vector<std::vector<float>> score_buffers_; // not in use
+    std::shared_ptr<TraceWriter> trace_;
+    uint32_t                  trace_first_layer_ = 0;
 };
 
 } // namespace ls

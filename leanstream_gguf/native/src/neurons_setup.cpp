@@ -11,7 +11,9 @@ namespace ls {
 namespace {
 
 constexpr uint64_t kReadBytes = 64 * 1024; // from here on a drive gives its full bandwidth
-constexpr uint64_t kUnitBytes = 40;        // bookkeeping of a cluster: slots, pins, policy, states
+constexpr uint64_t kUnitBytes = 44;        // bookkeeping of a cluster: slots, pins, policy, states
+constexpr uint64_t kNeuronBytes = 4 + 3 * 2; // of a neuron: its position, offsets of guesses
+constexpr uint64_t kScoreBuffers = 8;      // scores of all neurons of a layer, guesses and scratch
 constexpr double   kHotShare  = 0.5;       // of a layer's share of the cache, at most, is pinned for good
 
 uint64_t slot_bytes_of(const NeuronShape & s) {
@@ -27,6 +29,10 @@ NeuronStore::NeuronStore(const Index & index, std::vector<std::unique_ptr<Device
     fidelity_ = std::make_shared<const Fidelity>(std::move(exact));
     form_layers();
     form_pools();
+    deciders_.resize(layers_.size());
+    waste_.step = 0.001f; // a token uses hundreds of clusters
+    waste_.recent_limit = 64e6;
+    ahead_.resize(layers_.size());
     uint64_t largest = 0;
     for (const NeuronLayer & l : layers_) {
         largest = std::max(largest, l.shape->stride);
@@ -51,6 +57,7 @@ void NeuronStore::form_layers() {
             l.rounding_type  = input == GGML_TYPE_Q8_1 ? GGML_TYPE_Q8_0 : input; // the same rounding, and a way back
             l.rounding_block = uint32_t(ggml_blck_size(input));
         }
+        l.index = uint32_t(layers_.size());
         layers_.push_back(std::move(l));
     }
 }
@@ -90,14 +97,16 @@ uint64_t NeuronStore::resident_bytes() const {
     if (empty()) {
         return 0;
     }
-    uint64_t n = layer_of_unit_.size() * kUnitBytes + kBuffers * buffer_bytes_;
+    uint64_t n = layer_of_unit_.size() * kUnitBytes + kBuffers * buffer_bytes_, largest = 0;
     for (const NeuronLayer & l : layers_) {
         const NeuronShape & s = *l.shape;
         for (int32_t id : { s.perm, s.planes, s.checksums, s.sketch }) {
             n += id >= 0 ? page_ceil(index_.tensors[size_t(id)].n_bytes + page_size()) : 0;
         }
-        n += s.n_ff * sizeof(uint32_t);
+        n += s.n_ff * kNeuronBytes;
+        largest = std::max(largest, uint64_t(s.n_ff) * sizeof(float));
     }
+    n += kScoreBuffers * largest;
     return n;
 }
 
@@ -190,12 +199,16 @@ void NeuronStore::load() {
             }
             l.position_of[original] = i;
         }
+        for (NeuronGuess & g : ahead_[l.index].guesses) {
+            g.model.reset(s.n_ff);
+        }
     }
     const size_t n_units = layer_of_unit_.size();
     state_.assign(n_units, kAbsent);
     verified_.assign(n_units, 0);
     waiting_.assign(n_units, 0);
     stamp_.assign(n_units, 0);
+    ahead_state_.assign(n_units, Speculation::kNone);
     runs_.assign(kMaxRuns, nullptr);
     buffers_ = AddressSpace(kBuffers * buffer_bytes_);
     buffers_.commit(buffers_.base(), buffers_.size());
@@ -226,10 +239,7 @@ void NeuronStore::set_capacity(uint64_t n_bytes, const std::string & policy, con
         std::vector<uint32_t> evicted;
         const uint32_t before = p.cache->n_slots();
         p.cache->set_capacity(share_of(p, n_bytes), evicted);
-        for (uint32_t u : evicted) {
-            n_ready_ -= state_[p.first_unit + u] == kReady;
-            state_[p.first_unit + u] = kAbsent;
-        }
+        note_evicted_locked(p, evicted);
         if (before != p.cache->n_slots()) {
             p.cache->set_policy(make_policy(policy, params, p.n_units, p.cache->n_slots()));
         }

@@ -1,7 +1,8 @@
 // What one llama_context holds while it decodes: pins, routing of the layer at hand, and its sticky error.
 #pragma once
 
-#include "neurons.h"
+#include "neuron_run.h"
+#include "speculation.h"
 #include "status.h"
 
 #include "ggml-backend.h"
@@ -84,6 +85,7 @@ struct Session {
     std::vector<std::pair<const ggml_cgraph *, int64_t>> graph_tokens; // of the graphs that may be run again
     std::atomic<int> guessing{0};      // threads through with the guess at hand
     uint8_t  lead = 0;                 // farthest lead whose guesses are read on, in this graph
+    SpeculationSettings speculation;   // in this graph
     bool     measured = false;         // its time tells flow control something
     int64_t  n_tokens = 0;             // of the graph being run
     uint64_t begin_ns = 0;

@@ -3,6 +3,7 @@
 
 #include "engine.h"
 #include "json.h"
+#include "neuron_guess.h"
 #include "ops.h"
 #include "trace.h"
 
@@ -15,14 +16,16 @@ namespace {
 
 constexpr float kLowestP = 0.35f, kHighestP = 0.95f;
 constexpr double kWasteAimed = 0.10;  // of the bytes read
-constexpr double kRecentBytes = 256e6;
 
 // Nodes of farther leads are left out, with the barrier behind them: where nothing is read ahead, guessing costs nothing.
-void switch_guesses(const ggml_cgraph * graph, uint8_t farthest) {
+void switch_guesses(const ggml_cgraph * graph, uint8_t farthest, const SpeculationSettings & settings) {
     for (int i = 0; i < graph->n_nodes; ++i) {
         ggml_tensor * node = graph->nodes[i];
-        if (node->op == GGML_OP_CUSTOM && op_params(node).custom.fun == op_guess) {
-            const bool on = op_params(node).part <= farthest;
+        const ggml_custom_op_t fun = node->op == GGML_OP_CUSTOM ? op_params(node).custom.fun : nullptr;
+        if (fun == op_guess || fun == op_guess_neurons) {
+            const uint8_t lead = uint8_t(op_params(node).part);
+            // those of neurons cost a product each: none that is not read on
+            const bool on = fun == op_guess ? lead <= farthest : settings.uses(lead, farthest);
             node->flags = on ? node->flags | GGML_TENSOR_FLAG_COMPUTE : node->flags & ~GGML_TENSOR_FLAG_COMPUTE;
         }
     }
@@ -30,30 +33,47 @@ void switch_guesses(const ggml_cgraph * graph, uint8_t farthest) {
 
 } // namespace
 
-// Fewer, surer guesses while too much of what is read is wasted; more while little is.
-void Speculation::judge_waste(uint64_t wasted_bytes, uint64_t read_bytes) {
+void WasteLimit::judge(uint64_t wasted_bytes, uint64_t read_bytes) {
     recent_wasted += double(wasted_bytes);
     recent_read   += double(read_bytes);
-    if (recent_read > kRecentBytes) {
+    if (recent_read > recent_limit) {
         recent_wasted *= 0.5;
         recent_read   *= 0.5;
     }
     if (recent_read > 0) {
         const bool too_much = recent_wasted > kWasteAimed * recent_read;
-        least_p = std::min(kHighestP, std::max(kLowestP, least_p + (too_much ? 0.01f : -0.003f)));
+        least_p = std::min(kHighestP, std::max(kLowestP, least_p + (too_much ? step : -0.3f * step)));
     }
 }
 
-void SpeculationCounters::copy_to(ls_stats & out) const {
-    out.n_ahead               = n_ahead;
-    out.n_ahead_used          = n_used;
-    out.n_ahead_late          = n_late;
-    out.n_ahead_wasted        = n_wasted;
-    out.n_ahead_cancelled     = n_cancelled;
-    out.ahead_bytes           = ahead_bytes;
-    out.ahead_used_bytes      = used_bytes;
-    out.ahead_wasted_bytes    = wasted_bytes;
-    out.ahead_cancelled_bytes = cancelled_bytes;
+void SpeculationCounters::add_to(ls_stats & out) const {
+    out.n_ahead               += n_ahead;
+    out.n_ahead_used          += n_used;
+    out.n_ahead_late          += n_late;
+    out.n_ahead_wasted        += n_wasted;
+    out.n_ahead_cancelled     += n_cancelled;
+    out.ahead_bytes           += ahead_bytes;
+    out.ahead_used_bytes      += used_bytes;
+    out.ahead_wasted_bytes    += wasted_bytes;
+    out.ahead_cancelled_bytes += cancelled_bytes;
+}
+
+static void write_recall(Json & j, const SpeculationCounters & c) {
+    auto list = j.array();
+    for (uint32_t lead = 1; lead < kLeads; ++lead) {
+        if (c.recall_n[lead] > 0) {
+            auto o = j.object();
+            j.key("lead").number(lead);
+            j.key("at_k").number(double(c.recall_k[lead]) / double(c.recall_n[lead]));
+            j.key("at_2k").number(double(c.recall_2k[lead]) / double(c.recall_n[lead]));
+            j.key("n").number(c.recall_n[lead]);
+        }
+    }
+}
+
+void Engine::add_speculation_locked(ls_stats & out) const {
+    spec_.counters.add_to(out);
+    neurons->ahead_counters().add_to(out);
 }
 
 std::string Engine::speculation_json() const {
@@ -67,7 +87,7 @@ std::string Engine::speculation_json() const {
         const bool is_auto = spec_.settings.depth == SpeculationSettings::kAuto;
         j.key("lead").number(uint32_t(is_auto ? spec_.flow.best() : spec_.settings.farthest()));
         j.key("settled").boolean(!is_auto || spec_.flow.settled());
-        j.key("least_p").number(double(spec_.least_p));
+        j.key("least_p").number(double(spec_.waste.least_p));
         j.key("ahead_limit").number(scheduler_->ahead_limit());
         j.key("token_ns");
         {
@@ -77,16 +97,11 @@ std::string Engine::speculation_json() const {
             }
         }
         j.key("recall");
-        auto list = j.array();
-        for (uint32_t lead = 1; lead < kLeads; ++lead) {
-            const SpeculationCounters & c = spec_.counters;
-            if (c.recall_n[lead] > 0) {
-                auto o = j.object();
-                j.key("lead").number(lead);
-                j.key("at_k").number(double(c.recall_k[lead]) / double(c.recall_n[lead]));
-                j.key("at_2k").number(double(c.recall_2k[lead]) / double(c.recall_n[lead]));
-                j.key("n").number(c.recall_n[lead]);
-            }
+        write_recall(j, spec_.counters);
+        if (!neurons->empty()) {
+            j.key("neurons_least_p").number(double(neurons->least_p()));
+            j.key("neurons_recall");
+            neurons->write_recall(j);
         }
     }
     return j.text;
@@ -126,8 +141,8 @@ void Engine::set_speculation(uint32_t depth, uint32_t stages) {
 
 void Engine::trace_begin(const std::string & path, const std::string & note) {
     Lock lock(mutex_);
-    if (!activated_ || weights.moe_layers.empty()) {
-        throw Error(LS_ERR_STATE, "a trace needs a loaded model with experts that stream");
+    if (!activated_ || (weights.moe_layers.empty() && neurons->empty())) {
+        throw Error(LS_ERR_STATE, "a trace needs a loaded model with experts or clusters of neurons that stream");
     }
     if (spec_.trace) {
         throw Error(LS_ERR_STATE, "a trace is being recorded already; end it first");
@@ -136,14 +151,18 @@ void Engine::trace_begin(const std::string & path, const std::string & note) {
     for (const MoeLayer & l : weights.moe_layers) {
         layers.push_back({l.block, l.n_experts, cache_->slot_bytes()});
     }
-    spec_.trace = std::make_unique<TraceWriter>(path, layers, note);
+    const uint32_t first_of_neurons = uint32_t(layers.size());
+    neurons->list_trace_layers(layers);
+    spec_.trace = std::make_shared<TraceWriter>(path, layers, note);
     spec_.tracing.store(true);
+    neurons->set_trace(spec_.trace, first_of_neurons);
 }
 
 void Engine::trace_end() {
     Lock lock(mutex_);
     spec_.tracing.store(false);
-    const std::unique_ptr<TraceWriter> trace = std::move(spec_.trace);
+    const std::shared_ptr<TraceWriter> trace = std::move(spec_.trace);
+    neurons->set_trace(nullptr, 0);
     if (trace && !trace->flush()) {
         throw Error(LS_ERR_READ, "the disk did not take the whole trace; free space and record it again");
     }
@@ -157,13 +176,15 @@ void Engine::begin_speculation_locked(Session & session, const ggml_cgraph * gra
     if (spec_.trace) {
         spec_.trace->tokens(uint32_t(session.n_tokens));
     }
-    if (single && !experts_ready_.load() && !weights.moe_layers.empty()) {
+    const bool experts = !experts_ready_.load() && !weights.moe_layers.empty();
+    if (single && (experts || neurons->wants_guesses())) {
         const bool is_auto = spec_.settings.depth == SpeculationSettings::kAuto && n_active_ == 0;
         session.lead = is_auto ? spec_.flow.next() : spec_.settings.depth == SpeculationSettings::kAuto ? spec_.flow.best()
                                                                                                        : spec_.settings.farthest();
         session.measured = is_auto;
     }
-    switch_guesses(graph, single && spec_.trace ? uint8_t(kLeadLayers) : session.lead);
+    session.speculation = spec_.settings;
+    switch_guesses(graph, single && spec_.trace ? uint8_t(kLeadLayers) : session.lead, spec_.trace ? SpeculationSettings() : spec_.settings);
 }
 
 void Engine::end_speculation_locked(Session & session) {
@@ -176,6 +197,7 @@ void Engine::end_speculation_locked(Session & session) {
     for (Guess & g : spec_.guesses) {
         g.of = g.of == &session ? nullptr : g.of;
     }
+    neurons->forget_guesses(session);
 }
 
 void Engine::guessed(Session & session, uint32_t layer, uint8_t lead, const float * scores) {
@@ -211,12 +233,12 @@ void Engine::read_ahead_guessed_locked(uint32_t layer, uint8_t lead, const std::
         const uint32_t unit = l.first_unit + e;
         if (spec_.state[unit] == Speculation::kWaiting) {
             n_waiting++;
-            if (p[e] < 0.5f * spec_.least_p) {
+            if (p[e] < 0.5f * spec_.waste.least_p) {
                 n_waiting -= cancel_ahead_locked(layer, e);
             } else if (priority == Priority::refined) {
                 promote_unit_locked(layer, e, priority);
             }
-        } else if (p[e] >= spec_.least_p && !whole_unit_locked(unit, uint32_t(l.parts.size()))) {
+        } else if (p[e] >= spec_.waste.least_p && !whole_unit_locked(unit, uint32_t(l.parts.size()))) {
             order.push_back(e);
         }
     }
@@ -256,7 +278,7 @@ void Engine::note_evicted_locked(const std::vector<uint32_t> & evicted) {
             cache_->spare(u, false);
             spec_.counters.n_wasted++;
             spec_.counters.wasted_bytes += n_bytes;
-            spec_.judge_waste(n_bytes, 0);
+            spec_.waste.judge(n_bytes, 0);
         }
     }
     stats_.n_evictions += evicted.size();
@@ -379,9 +401,9 @@ void Engine::settle_use_locked(uint32_t unit, Arrival arrival) {
         spec_.counters.n_used++;
         spec_.counters.n_late += arrival == Arrival::late;
         spec_.counters.used_bytes += n_bytes;
-        spec_.judge_waste(0, n_bytes);
+        spec_.waste.judge(0, n_bytes);
     } else if (arrival == Arrival::missed) {
-        spec_.recent_read += double(n_bytes);
+        spec_.waste.judge_demand(n_bytes);
     }
 }
 

@@ -44,7 +44,18 @@ struct SpeculationCounters {
     // of turns of one token: units used, and how many of them were among the k and 2k likeliest
     uint64_t recall_n[kLeads] = {}, recall_k[kLeads] = {}, recall_2k[kLeads] = {};
 
-    void copy_to(ls_stats & out) const;
+    void add_to(ls_stats & out) const;
+};
+
+// Guesses below a bound of probability are not read: fewer, surer ones while too much of what is read is wasted, more while little is.
+struct WasteLimit {
+    float  least_p = 0.6f;
+    float  step = 0.01f;           // of the bound, for a unit wasted or used
+    double recent_limit = 256e6;   // bytes; then they count half
+    double recent_wasted = 0, recent_read = 0;
+
+    void judge(uint64_t wasted_bytes, uint64_t read_bytes);
+    void judge_demand(uint64_t read_bytes) { recent_read += double(read_bytes); }
 };
 
 // The last guess about a layer at a lead, until the layer has chosen.
@@ -63,14 +74,11 @@ struct Speculation {
     std::vector<uint8_t> state;              // [unit] State of units read ahead and not used yet
     SpeculationCounters counters;
     FlowControl flow;
-    float least_p = 0.6f;                    // guesses below it are not read
-    double recent_wasted = 0, recent_read = 0; // bytes, ageing
-    std::unique_ptr<TraceWriter> trace;
+    WasteLimit waste;
+    std::shared_ptr<TraceWriter> trace;      // shared with the neuron store
     std::atomic<bool> tracing{false};        // trace is set
 
     Guess & guess(uint32_t layer, uint8_t lead) { return guesses[layer * kLeads + lead]; }
-    // waste_bytes of bytes read ahead turned out one way or the other
-    void judge_waste(uint64_t wasted_bytes, uint64_t read_bytes);
 };
 
 } // namespace ls

@@ -61,11 +61,13 @@ void TraceWriter::varint(uint64_t v) {
 }
 
 void TraceWriter::tokens(uint32_t n) {
+    std::lock_guard<std::mutex> lock(mutex_);
     byte(TraceEvent::kTokens);
     varint(n);
 }
 
 void TraceWriter::predict(uint32_t layer, uint8_t lead, const float * p) {
+    std::lock_guard<std::mutex> lock(mutex_);
     const uint32_t n_units = layers_[layer].n_units;
     byte(TraceEvent::kPredict);
     varint(layer);
@@ -83,6 +85,7 @@ void TraceWriter::predict(uint32_t layer, uint8_t lead, const float * p) {
 
 void TraceWriter::need(uint32_t layer, bool pass, const std::vector<uint32_t> & units, const std::vector<Arrival> & arrival,
                        const float * margin) {
+    std::lock_guard<std::mutex> lock(mutex_);
     byte(TraceEvent::kNeed);
     varint(layer);
     byte(pass);
@@ -111,6 +114,7 @@ void TraceWriter::need(uint32_t layer, bool pass, const std::vector<uint32_t> & 
 }
 
 bool TraceWriter::flush() {
+    std::lock_guard<std::mutex> lock(mutex_);
     ok_ = std::fwrite(buffer_.data(), 1, buffer_.size(), file_) == buffer_.size() && std::fflush(file_) == 0 && ok_;
     buffer_.clear();
     return ok_;

@@ -7,12 +7,13 @@
 //              lead: 1 = one attention block ahead, 2 = one layer ahead, 3 = two layers ahead, ...
 //   3 need     varint layer, byte pass, varint n, n x {varint step, byte arrival}, varint m, m x {varint step, int8 margin}
 //              pass: 1 = a pass over (nearly) all units of the layer, which says nothing of single ones
-// Units are in ascending order within their layer; step is the distance to the one before, from -1. p is in 1/255, a margin in
+// A unit is an expert or a cluster of neurons; layers with experts come first. Units are in ascending order within their layer; step is the distance to the one before, from -1. p is in 1/255, a margin in
 // 1/16 and clipped; units without one came nowhere near (below -6).
 #pragma once
 
 #include <cstdint>
 #include <cstdio>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -48,6 +49,7 @@ struct TraceEvent {
     static constexpr float kNoMargin = -6.0f;
 };
 
+// Thread-safe: contexts write at once, each event as a whole.
 class TraceWriter {
 public:
     // Creates the file and writes the header. note: JSON members for it, "\"model\":\"x\"" or "". Throws Error.
@@ -71,6 +73,7 @@ private:
     void varint(uint64_t v);
 
     std::vector<TraceLayer> layers_;
+    std::mutex mutex_; // taken last of all locks
     std::vector<uint8_t> buffer_;
     std::FILE * file_ = nullptr;
     bool ok_ = true;
