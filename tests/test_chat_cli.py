@@ -9,8 +9,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +106,38 @@ def test_how_the_page_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert app.choose("auto") == "window"
     monkeypatch.setattr(app, "has_display", lambda: False)
     assert app.choose("auto") == "none"  # a text browser would take the terminal
+
+
+class Toolkit:
+    """pywebview with a window that nobody sees; without a toolkit `start` fails as pywebview's does."""
+
+    def __init__(self, usable: bool) -> None:
+        self.settings: dict[str, Any] = {}
+        self.usable, self.closed = usable, threading.Event()
+
+    def create_window(self, title: str, url: str, **options: Any) -> Any:
+        return SimpleNamespace(destroy=self.closed.set)
+
+    def start(self, beside: Callable[[], None], **options: Any) -> None:
+        if not self.usable:
+            raise RuntimeError("You must have either QT or GTK")
+        thread = threading.Thread(target=beside)
+        thread.start()
+        assert self.closed.wait(60)
+        thread.join()
+
+
+def test_the_window_closes_when_the_page_or_a_signal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    toolkit, stop = Toolkit(usable=True), threading.Event()
+    monkeypatch.setitem(sys.modules, "webview", toolkit)  # type: ignore[arg-type]
+    threading.Timer(0.1, stop.set).start()
+    assert app.show_window("http://127.0.0.1:1", stop) and toolkit.closed.is_set()
+
+
+def test_without_a_toolkit_for_a_window_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setitem(sys.modules, "webview", Toolkit(usable=False))  # type: ignore[arg-type]
+    assert not app.show_window("http://127.0.0.1:1", threading.Event())
+    assert capsys.readouterr().err == "leanstream: no app window (You must have either QT or GTK); using the browser\n"
 
 
 def test_the_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import signal
 import sys
@@ -149,17 +150,29 @@ def choose(show: str) -> str:
     return "window" if installed else "browser"
 
 
-def show_window(url: str) -> bool:
-    """Show the page in a window until it is closed; False if this system's window toolkit cannot."""
+def show_window(url: str, stop: threading.Event) -> bool:
+    """Show the page in a window until that is closed or `stop` is set; False if this system's window toolkit cannot."""
     import webview
 
+    # It logs a traceback for every toolkit that is not there; one line from us says as much.
+    logging.getLogger("pywebview").setLevel(logging.CRITICAL)
     webview.settings["ALLOW_DOWNLOADS"] = True  # exported conversations
+    closed = threading.Event()
     try:
-        webview.create_window("LeanStream", url, width=1280, height=840, min_size=(375, 520), text_select=True)
-        webview.start(icon=str(PAGE / "icon-256.png"))
+        window = webview.create_window("LeanStream", url, width=1280, height=840, min_size=(375, 520), text_select=True)
+
+        def close_when_stopped() -> None:
+            while not closed.is_set():
+                if stop.wait(0.2) and window is not None and not closed.is_set():
+                    window.destroy()
+                    return
+
+        webview.start(close_when_stopped, icon=str(PAGE / "icon-256.png"))
     except Exception as error:  # its many backends each raise their own
         print(f"leanstream: no app window ({error}); using the browser", file=sys.stderr)
         return False
+    finally:
+        closed.set()
     return True
 
 
@@ -192,12 +205,12 @@ def run(options: ChatOptions, started: Callable[[str, str], None]) -> int:
     already = running_at(folder) if options.model is None and not options.port else None
     if already is not None and show != "none":
         started(already, show)
-        if show == "browser" or not show_window(already):
+        if show == "browser" or not show_window(already, threading.Event()):
             webbrowser.open(already)
         return 0
     stop = threading.Event()
     with _until_stopped(stop), running(options, stop.set, lambda url: started(url, show)) as url:
-        if show == "window" and show_window(url):
+        if show == "window" and show_window(url, stop):
             return 0
         if show in ("window", "browser"):
             webbrowser.open(url)
