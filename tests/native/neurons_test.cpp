@@ -7,7 +7,9 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <thread>
+#include <utility>
 
 using namespace check;
 
@@ -43,6 +45,25 @@ TEST(ungated)  { same_at_every_budget("dense_arcee_lean"); }
 TEST(gated)    { same_at_every_budget("dense_tied_lean"); }
 TEST(faithful) { same_at_every_budget("dense_arcee_faithful", 1); }
 TEST(experts)  { same_at_every_budget("moe_merged_lean"); }
+
+TEST(the_order_in_which_reads_arrive_does_not_show) {
+    for (const auto & [name, fidelity] : { std::pair<const char *, uint32_t>{ "dense_arcee_lean", 0 }, { "dense_tied_lean", 0 },
+                                           { "dense_arcee_faithful", 1 } }) {
+        const std::string path = toy(name);
+        const std::vector<float> expected = everything_resident(path, fidelity);
+        Streaming s(kMiddle);
+        s.fidelity = fidelity;
+        ToyModel m(path, s);
+        std::atomic<uint32_t> n{0};
+        GateReads gate([&](uint64_t, size_t) { // some neurons are computed while others are still on their way
+            std::this_thread::sleep_for(std::chrono::microseconds(n++ * 2654435761u >> 22));
+            return 0;
+        });
+        for (int i = 0; i < rounds(3); ++i) {
+            same_logits(m.logits(), expected, path + " with slow reads");
+        }
+    }
+}
 
 TEST(two_contexts_share_a_cache_that_is_too_small_for_both) {
     const std::string path = toy("dense_arcee_lean");

@@ -136,18 +136,30 @@ void round_block(const Neurons & n, float * h, uint32_t first, uint32_t last) {
     }
 }
 
-// The coefficients of the wave's neurons, blocks shared out among the threads: a *= up * x where there is a gate, then rounded.
-void finish_coefficients(const Neurons & n, const ggml_tensor * dst, int ith, int nth) {
-    const ggml_tensor * a = dst->src[0], * x = dst->src[2], * quantized = dst->src[3];
-    const NeuronShape & s = *n.layer.shape;
-    const ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu(s.other.type);
+// fn(first, last) of the entries of each rounding block of the wave that this thread has
+template <typename Fn> void for_own_blocks(const Neurons & n, int ith, int nth, Fn fn) {
     const auto [first_group, last_group] = share(n.run.wave_begin, n.run.wave_end, ith, nth);
     uint32_t g = n.store.block_start(n.run, first_group);
     const uint32_t end = n.store.block_start(n.run, last_group);
     while (g < end) {
         const uint32_t next = n.store.block_end(n.run, g);
-        const uint32_t first = n.run.groups[g].first, last = n.run.groups[next - 1].first + n.run.groups[next - 1].n;
-        for (uint32_t i = first; i < last && s.gated; ++i) {
+        fn(n.run.groups[g].first, n.run.groups[next - 1].first + n.run.groups[next - 1].n);
+        g = next;
+    }
+}
+
+// a *= up * x for the wave's neurons: once for those that are in memory, then for the rest. Each product stands alone, so their order
+// does not show.
+void multiply_rows(const Neurons & n, const ggml_tensor * dst, int ith, int nth) {
+    const ggml_tensor * a = dst->src[0], * x = dst->src[2], * quantized = dst->src[3];
+    const NeuronShape & s = *n.layer.shape;
+    const ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu(s.other.type);
+    for_own_blocks(n, ith, nth, [&](uint32_t first, uint32_t last) {
+        for (uint32_t i = first; i < last; ++i) {
+            if (n.run.computed[i] || !n.store.arrived(n.run, i)) {
+                continue;
+            }
+            n.run.computed[i] = 1;
             const uint8_t * row = n.run.records[i] + s.other.at;
             for (int64_t t = 0; t < a->ne[1]; ++t) {
                 float & h = row_of(a, t)[n.run.positions[i]];
@@ -158,27 +170,63 @@ void finish_coefficients(const Neurons & n, const ggml_tensor * dst, int ith, in
                 }
             }
         }
-        for (int64_t t = 0; t < a->ne[1] && n.layer.rounding_type != GGML_TYPE_COUNT; ++t) {
-            round_block(n, row_of(a, t), first, last);
-        }
-        g = next;
-    }
+    });
 }
 
-// output rows r0 .. r1 += the wave's neurons
-void add_columns(const Neurons & n, const ggml_tensor * dst, uint32_t r0, uint32_t r1) {
+// the wave's coefficients as ggml would round them
+void round_coefficients(const Neurons & n, const ggml_tensor * dst, int ith, int nth) {
+    for_own_blocks(n, ith, nth, [&](uint32_t first, uint32_t last) {
+        for (int64_t t = 0; t < dst->src[0]->ne[1]; ++t) {
+            round_block(n, row_of(dst->src[0], t), first, last);
+        }
+    });
+}
+
+// Output rows r0 .. r1 += the wave's neurons from group i on, in order, up to one that is not in memory; returns the first group left.
+uint32_t add_columns(const Neurons & n, const ggml_tensor * dst, uint32_t r0, uint32_t r1, uint32_t i) {
     const ggml_tensor * a = dst->src[0];
     const uint64_t down_at = n.layer.shape->down.at;
-    for (uint32_t i = n.run.wave_begin; i < n.run.wave_end; ++i) {
+    for (; i < n.run.wave_end; ++i) {
         const NeuronRun::Group & g = n.run.groups[i];
         const uint8_t * columns[kMaxGroup];
         for (uint32_t c = 0; c < g.n; ++c) {
+            if (!n.store.arrived(n.run, g.first + c)) {
+                return i;
+            }
             columns[c] = n.run.records[g.first + c] + down_at;
         }
         const ColumnGroup group = { g.group, g.n, columns, n.run.positions.data() + g.first, uint32_t(a->ne[1]), (const float *) a->data,
                                     a->nb[1] / sizeof(float) };
         n.layer.accumulate(n.layer.matrix, group, r0, r1, (float *) dst->data, dst->nb[1] / sizeof(float));
     }
+    return i;
+}
+
+// One wave of a sum, with what is in memory before what is not. False: a read failed.
+bool apply_wave(const Neurons & n, const ggml_tensor * dst, uint32_t wave, uint32_t r0, uint32_t r1, int ith, int nth) {
+    const bool gated = n.layer.shape->gated, rounds = n.layer.rounding_type != GGML_TYPE_COUNT;
+    if (!n.store.wait_taken(n.run, wave)) {
+        return false;
+    }
+    if (gated) {
+        multiply_rows(n, dst, ith, nth);
+        if (!n.store.wait_wave(n.run, wave)) {
+            return false;
+        }
+        multiply_rows(n, dst, ith, nth);
+    }
+    if (rounds) {
+        round_coefficients(n, dst, ith, nth);
+    }
+    if ((gated || rounds) && !n.store.wait_rows(n.run)) {
+        return false;
+    }
+    const uint32_t i = add_columns(n, dst, r0, r1, n.run.wave_begin);
+    if (!n.store.wait_wave(n.run, wave)) {
+        return false;
+    }
+    add_columns(n, dst, r0, r1, i);
+    return true;
 }
 
 void zero_rows(const ggml_tensor * dst, uint32_t r0, uint32_t r1) {
@@ -255,18 +303,14 @@ void op_decide_neurons(ggml_tensor * dst, int ith, int nth, void *) {
             }
         }
     }
-    const size_t n_groups = n.run.groups.size();
-    uint32_t done = 0;
-    for (uint32_t wave = 1; done < n_groups && !n.session.failed.load(); ++wave) {
-        const bool ok = n.store.wait_wave(n.run, wave);
-        if (!ok) {
-            n.session.engine->fail(n.session, n.store.error());
-            return; // the layer's output will be zeros
-        }
-        done = n.run.wave_end;
+    const auto decide_arrived = [&] {
         const auto [begin, end] = entries_of_wave(n.run);
         const auto [first, last] = share(begin, end, ith, nth);
         for (uint32_t i = first; i < last; ++i) {
+            if (n.run.computed[i] || !n.store.arrived(n.run, i)) {
+                continue;
+            }
+            n.run.computed[i] = 1;
             const uint8_t * row = n.run.records[i] + s.deciding.at;
             const uint32_t at = n.run.positions[i];
             for (int64_t t = 0; t < dst->ne[1]; ++t) {
@@ -275,6 +319,21 @@ void op_decide_neurons(ggml_tensor * dst, int ith, int nth, void *) {
                 }
             }
         }
+    };
+    const size_t n_groups = n.run.groups.size();
+    uint32_t done = 0;
+    for (uint32_t wave = 1; done < n_groups && !n.session.failed.load(); ++wave) {
+        bool ok = n.store.wait_taken(n.run, wave);
+        if (ok) {
+            decide_arrived();
+            ok = n.store.wait_wave(n.run, wave);
+        }
+        if (!ok) {
+            n.session.engine->fail(n.session, n.store.error());
+            return; // the layer's output will be zeros
+        }
+        decide_arrived();
+        done = n.run.wave_end;
         if (n.run.threads_left.fetch_sub(1) == 1) {
             n.store.next_wave(n.run, nth);
         }
@@ -290,18 +349,13 @@ void op_apply_neurons(ggml_tensor * dst, int ith, int nth, void *) {
     const size_t n_groups = n.run.groups.size();
     uint32_t done = 0;
     for (uint32_t wave = 1; done < n_groups && !n.session.failed.load(); ++wave) {
-        bool ok = n.store.wait_wave(n.run, wave);
+        const bool ok = apply_wave(n, dst, wave, r0, r1, ith, nth);
         done = n.run.wave_end;
-        if (ok && (n.layer.shape->gated || n.layer.rounding_type != GGML_TYPE_COUNT)) {
-            finish_coefficients(n, dst, ith, nth);
-            ok = n.store.wait_rows(n.run);
-        }
         if (!ok) { // what is computed is thrown away, but reaches the KV cache before: it must be finite
             n.session.engine->fail(n.session, n.store.error());
             zero_rows(dst, r0, r1);
             return;
         }
-        add_columns(n, dst, r0, r1);
         if (n.run.threads_left.fetch_sub(1) == 1) {
             n.store.next_wave(n.run, nth);
         }

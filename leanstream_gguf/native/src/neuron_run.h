@@ -36,6 +36,7 @@ struct NeuronRun {
     std::vector<Group>    groups;
     std::vector<uint32_t> positions;          // [entry] ascending original index
     std::vector<const uint8_t *> records;     // [entry] valid for the wave at hand
+    std::vector<uint8_t>  computed;           // [entry] its row was multiplied; written by the thread that has the entry
     std::vector<uint64_t> bitmap;             // scratch: [n_ff / 64] by original index
 
     // written by one thread before the wave is announced

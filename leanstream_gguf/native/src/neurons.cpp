@@ -124,6 +124,7 @@ void NeuronStore::point_at_records(NeuronRun & run) const {
 
 void NeuronStore::begin(NeuronRun & run, int n_threads, const Session * session, int64_t n_tokens) {
     run.records.resize(run.positions.size());
+    run.computed.assign(run.positions.size(), 0);
     run.wave_begin = run.wave_end = 0;
     run.failed.store(false);
     run.wave.store(0);
@@ -186,10 +187,18 @@ void NeuronStore::begin_wave(NeuronRun & run, int n_threads) {
     changed_.notify_all();
 }
 
+bool NeuronStore::wait_taken(NeuronRun & run, uint32_t wave) {
+    return wait_for(run, [&] { return run.wave.load(std::memory_order_acquire) >= wave; });
+}
+
 bool NeuronStore::wait_wave(NeuronRun & run, uint32_t wave) {
-    const auto settled = [&] {
-        return run.failed.load() || (run.wave.load(std::memory_order_acquire) >= wave && run.n_pending.load(std::memory_order_acquire) == 0);
-    };
+    return wait_for(run, [&] {
+        return run.wave.load(std::memory_order_acquire) >= wave && run.n_pending.load(std::memory_order_acquire) == 0;
+    });
+}
+
+template <typename Condition> bool NeuronStore::wait_for(NeuronRun & run, Condition condition) {
+    const auto settled = [&] { return run.failed.load() || condition(); };
     if (!settled()) {
         const uint64_t begin = now_ns();
         Lock lock(mutex_);

@@ -67,7 +67,14 @@ public:
     // ---- runs; entries are set. One thread: take the first wave. session: if the layer has just decided, for how many tokens;
     // nullptr: the candidates of layout faithful are being used, and the layer had its turn with them
     void begin(NeuronRun & run, int n_threads, const Session * session, int64_t n_tokens);
-    // any thread: sleep until wave number `wave` is in memory; false: failed
+    // any thread: sleep until wave number `wave` is taken, so that what is in memory can be used; false: failed
+    bool wait_taken(NeuronRun & run, uint32_t wave);
+    // is an entry of the wave at hand in memory? lock-free
+    bool arrived(const NeuronRun & run, uint32_t entry) const {
+        const uint32_t unit = run.layer->first_unit + run.positions[entry] / run.layer->shape->cluster_size;
+        return state_[unit].load(std::memory_order_acquire) == kReady;
+    }
+    // any thread: sleep until all of wave number `wave` is in memory; false: failed
     bool wait_wave(NeuronRun & run, uint32_t wave);
     // any thread, when it has finished its rows of the wave: until all have
     bool wait_rows(NeuronRun & run);
@@ -154,6 +161,7 @@ private:
     uint64_t tag_of(uint32_t buffer) const { return tag_bits_ | uint64_t(buffer) << 8; }
     void set_all_ready_locked();
     void begin_wave(NeuronRun & run, int n_threads);
+    template <typename Condition> bool wait_for(NeuronRun & run, Condition condition);
     void point_at_records(NeuronRun & run) const;
     void pin_hot_locked();
     const uint8_t * load_tensor(int32_t id, AddressSpace & space);
@@ -174,7 +182,7 @@ private:
     std::condition_variable changed_;
     std::vector<Pool>     pools_;
     std::vector<uint32_t> layer_of_unit_;    // by unit
-    std::vector<uint8_t>  state_;            // by unit
+    std::unique_ptr<std::atomic<uint8_t>[]> state_; // by unit; written under the lock
     std::vector<uint8_t>  verified_;         // by unit: its checksum was right
     std::vector<uint8_t>  waiting_;          // by unit: runs that wait for it
     std::vector<uint32_t> stamp_;            // by unit: the last wave that pinned it

@@ -204,7 +204,7 @@ void NeuronStore::load() {
         }
     }
     const size_t n_units = layer_of_unit_.size();
-    state_.assign(n_units, kAbsent);
+    state_.reset(new std::atomic<uint8_t>[n_units]());
     verified_.assign(n_units, 0);
     waiting_.assign(n_units, 0);
     stamp_.assign(n_units, 0);
