@@ -236,6 +236,9 @@ def test_an_answer_that_takes_too_long_is_cut_off(tiny: Tiny) -> None:
         (["--policy", "fifo"], 2, "fifo"),
         (["--config_file", "nowhere.yaml"], 3, "nowhere.yaml"),
         (["--host", "203.0.113.7", "--api_key", "x"], 2, "cannot listen"),
+        (["--ssl_certfile", "nowhere.pem"], 2, "nowhere.pem"),
+        (["--ssl_certfile", __file__, "--ssl_keyfile", __file__], 2, "cannot use the certificate"),
+        (["--ssl_keyfile", __file__], 2, "ssl_certfile"),
     ],
 )
 def test_settings_that_cannot_work_end_with_one_line(

@@ -147,6 +147,12 @@ def test_a_yaml_file_holds_several_models_and_flags_win(tmp_path: Path, monkeypa
     ("text", "cause"),
     [
         ("models: 5", "list of mappings"),
+        ("1: 2", "1 is none"),
+        ("models: [{2: 3}]", "2 is none"),
+        ("[" * 100_000, "neither YAML nor JSON"),
+        ("models: [{model: a.gguf}, {model: b/a.gguf}]", "two models are called 'a'"),
+        ("request_timeout: .nan", "request_timeout"),
+        ("request_timeout: .inf", "request_timeout"),
         ("[1, 2]", "settings by name"),
         ("a: [", "neither YAML nor JSON"),
         ("colour: red", "colour"),

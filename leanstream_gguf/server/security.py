@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import ssl
 import time
 import uuid
 from collections.abc import Callable, Collection
@@ -46,8 +47,9 @@ def check_settings(settings: ServerSettings) -> None:
     """Refuse to listen to the network without a key.
 
     Raises:
-        ArgumentError: not loopback and no api_key, or an empty key.
+        ArgumentError: not loopback and no api_key, an empty key, or a certificate that cannot be used.
     """
+    _check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     if settings.api_key is not None and not settings.api_key.strip():
         raise ArgumentError("api_key must not be empty")
     if not is_loopback(settings.host) and settings.api_key is None:
@@ -55,6 +57,17 @@ def check_settings(settings: ServerSettings) -> None:
             f"listening on {settings.host} lets others in, and that needs an API key",
             remedy="add --api_key KEY (or API_KEY in the environment), or listen on 127.0.0.1",
         )
+
+
+def _check_certificate(certificate: str | None, key: str | None) -> None:
+    if certificate is None:
+        if key is not None:
+            raise ArgumentError("ssl_keyfile needs ssl_certfile beside it")
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except OSError as error:  # what is wrong with their content too
+        raise ArgumentError(f"cannot use the certificate {certificate} with the key in {key or certificate}: {error}") from error
 
 
 def _split_host(value: str) -> str:

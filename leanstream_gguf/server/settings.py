@@ -174,6 +174,8 @@ class ServerSettings(upstream.ServerSettings):
     request_timeout: float = Field(
         default=30.0,
         gt=0,
+        le=86400,
+        allow_inf_nan=False,
         description="Seconds in which a request's head, and after it its body, must have arrived",
         validation_alias=AliasChoices("request_timeout", "LEANSTREAM_REQUEST_TIMEOUT"),
     )
@@ -201,11 +203,18 @@ def read_file(path: str) -> dict[str, Any]:
         raise ArgumentError(f"cannot read the settings file {path}: {error}", path=path) from error
     try:
         document = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ArgumentError(f"{path} is neither YAML nor JSON: {error}", path=path) from error
     if not isinstance(document, dict):
         raise ArgumentError(f"{path} must hold settings by name, not a {type(document).__name__}", path=path)
+    for name in (key for item in (document, *_mappings(document.get("models"))) for key in item):
+        if not isinstance(name, str):
+            raise ArgumentError(f"{path} must hold settings by name, and {name!r} is none", path=path)
     return document
+
+
+def _mappings(models: Any) -> list[dict[Any, Any]]:
+    return [item for item in models if isinstance(item, dict)] if isinstance(models, list) else []
 
 
 def load(given: Mapping[str, Any], config_file: str | None = None) -> tuple[ServerSettings, list[ModelSettings]]:
@@ -243,7 +252,11 @@ def load(given: Mapping[str, Any], config_file: str | None = None) -> tuple[Serv
         models = [{}]
     if "model_alias" in model_flags and len(models) > 1:
         raise ArgumentError("--model_alias names one model; give several their names in the settings file")
-    return server, [_validated(ModelSettings, {**item, **model_flags}) for item in models]
+    found = [_validated(ModelSettings, {**item, **model_flags}) for item in models]
+    for i, model in enumerate(found):
+        if model.alias in {other.alias for other in found[:i]}:
+            raise ArgumentError(f"two models are called {model.alias!r}; give one another model_alias", path=config_file)
+    return server, found
 
 
 def _environ(name: str) -> str | None:
