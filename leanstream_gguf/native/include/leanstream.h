@@ -126,7 +126,7 @@ typedef struct ls_stats {
     uint64_t cluster_hits;         // clusters found in memory
     uint64_t cluster_misses;       // clusters that had to be waited for
     uint64_t cluster_capacity_bytes; // of the cache of clusters
-    uint64_t n_ahead;              // experts read ahead of their layer's choice
+    uint64_t n_ahead;              // experts and clusters of neurons read ahead of their layer's choice
     uint64_t n_ahead_used;         // of those, used before they were given up
     uint64_t n_ahead_late;         // of the used ones, still on their way when they were needed
     uint64_t n_ahead_wasted;       // given up unused
@@ -197,14 +197,15 @@ LS_API ls_status ls_model_set_device_budget(ls_model * model, uint64_t device_bu
 // name: "lru", "lfu", "slru". params_json: "" or e.g. {"protected_share":0.8} for slru, {"half_life":4096} for lfu.
 LS_API ls_status ls_model_set_policy(ls_model * model, const char * name, const char * params_json);
 
-// Reading ahead of a layer's choice of experts: how many layers to look ahead (0 = off, at most 2) and in how many stages a guess is
+// Reading ahead of a layer's choice of experts or neurons: how many layers to look ahead (0 = off, at most 2) and in how many stages a guess is
 // made (1 = once and for all; more = corrected as the layer comes near). UINT32_MAX = found while running. From the next token on;
 // never changes the output. LS_ERR_ARGUMENT for other numbers.
 LS_API ls_status ls_model_set_speculation(ls_model * model, uint32_t depth, uint32_t stages);
 
 // JSON: {depth, stages (null = found while running), lead (the farthest one read on now: 0 off, 1 one attention block, 2 one layer,
 //   3 two layers ahead), settled, token_ns:[by lead], least_p, ahead_limit, recall:[{lead, at_k, at_2k, n}]} of turns of one token:
-// share of the experts used that were among the k and 2k likeliest guesses, where k were used.
+// share of the experts used that were among the k and 2k likeliest guesses, where k were used. For files with clusters of neurons also
+// neurons_least_p and neurons_recall:[{lead, at_k, at_2k, n, layers:[{layer, at_k, at_2k, n}]}], of a sample of such turns.
 LS_API ls_status ls_model_speculation_json(ls_model * model, char ** out);
 
 // Which neurons count as zero (as ls_options.fidelity and max_kl), in graphs that begin from now on; a file with layout exact has
@@ -251,7 +252,7 @@ LS_API bool ls_flag_is_set(void * flag);
 // ---- traces --------------------------------------------------------------------------------------------------------
 
 // Record what each token needs, what was predicted and what had arrived, to a new file (layout in trace.h), from the next graph
-// on until ls_model_trace_end(). LS_ERR_STATE: not activated, no experts, or recording already. note_json: members for the file's
+// on until ls_model_trace_end(). LS_ERR_STATE: not activated, neither experts nor clusters of neurons, or recording already. note_json: members for the file's
 // header such as "\"text\":\"a.txt\"", or NULL.
 LS_API ls_status ls_model_trace_begin(ls_model * model, const char * path, const char * note_json);
 // LS_ERR_READ if the disk did not take all of it. Nothing happens if none is recorded.
