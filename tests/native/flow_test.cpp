@@ -58,6 +58,15 @@ TEST(notices_when_things_change) {
     CHECK_EQ(flow.best(), 0);
 }
 
+TEST(times_of_a_cold_start_are_forgotten) {
+    FlowControl flow;
+    flow.reset(3);
+    run(flow, {2e6, 1.8e6, 1.5e6, 1.8e6}, 32, 0);
+    CHECK_EQ(flow.best(), 2);
+    run(flow, {1e6, 1.1e6, 1.1e6, 1.1e6}, 800, 0); // the cache is warm: off is fastest now
+    CHECK_EQ(flow.best(), 0);
+}
+
 TEST(tries_nothing_beyond_what_is_allowed) {
     FlowControl flow;
     flow.reset(0);

@@ -17,8 +17,14 @@ uint8_t FlowControl::next() {
         return uint8_t(t % n);
     }
     if (n > 1 && t % kRetryEvery == 0) {
-        retry_ = uint8_t((retry_ + 1) % n);
-        return retry_;
+        uint8_t choice = 0; // every second time whether it pays at all
+        if (best_ == 0 || t / kRetryEvery % 2 == 0) {
+            choice = retry_ = uint8_t((retry_ + 1) % n);
+        }
+        if (choice != best_) { // what it took long ago, perhaps with a cold cache, soon counts no more
+            n_measured_[choice] = std::min(n_measured_[choice], 2u);
+        }
+        return choice;
     }
     return best_;
 }
