@@ -2,9 +2,13 @@
 #include "support.h"
 
 #include "policy.h"
+#include "scheduler.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <list>
+#include <numeric>
+#include <random>
 
 using namespace ls;
 
@@ -191,6 +195,56 @@ TEST(lru_agrees_with_a_list_for_random_operations) {
             model.splice(model.end(), model, at);
         }
         REQUIRE(p->victim(any) == (model.empty() ? -1 : int64_t(model.front())));
+    }
+}
+
+TEST(what_is_in_use_is_no_victim_and_keeps_its_place) {
+    for (const char * name : {"lfu", "lean"}) {
+        auto p = make(name);
+        for (uint32_t u : {0, 1, 2, 3}) {
+            p->insert(u);
+        }
+        p->insert_cold(4);
+        p->hold(0);
+        p->hold(4);
+        p->touch(0);
+        CHECK_EQ(p->victim(any), 1);
+        p->release(0);
+        p->release(4);
+        p->hold(2);
+        p->erase(2); // given up all the same
+        p->release(2);
+        CHECK_EQ(victims(*p), (Order{4, 1, 3, 0}));
+    }
+}
+
+// Clusters of neurons: hundreds of thousands, and hundreds of decisions for each layer of each token.
+TEST(a_decision_takes_no_longer_among_many_units) {
+    constexpr uint32_t kMany = 300000, kResident = kMany / 4, kOperations = 100000;
+    for (const char * name : {"lru", "slru", "lfu", "lean"}) {
+        auto p = make(name, kMany, kResident);
+        std::vector<uint32_t> absent(kMany - kResident);
+        std::iota(absent.begin(), absent.end(), kResident);
+        std::shuffle(absent.begin(), absent.end(), std::minstd_rand(1)); // as uses come: all over memory
+        for (uint32_t u = 0; u < kResident; ++u) {
+            p->insert(u);
+            if (u % 8 == 0) {
+                p->hold(u);
+            }
+        }
+        const bool orders = p->victim(any) % 8 != 0; // the others hold what was used last, which is far from their victims
+        const auto allowed = [&](uint32_t u) { return !orders || u >= kResident || u % 8 != 0; };
+        const uint64_t begin = now_ns();
+        for (uint32_t i = 0; i < kOperations; ++i) {
+            const uint32_t out = uint32_t(p->victim(allowed)), in = absent[i % absent.size()];
+            p->erase(out);
+            p->insert(in);
+            absent[i % absent.size()] = out;
+            p->touch(in);
+        }
+        const uint64_t ns = (now_ns() - begin) / (2 * kOperations); // a victim with its insertion, and a use
+        printf("%s: %u ns a decision among %u units\n", name, unsigned(ns), kMany);
+        CHECK(ns < 2000); // about 100 where nothing else runs
     }
 }
 

@@ -13,6 +13,9 @@ void SlotCache::set_policy(std::unique_ptr<Policy> policy) {
     for (uint32_t u = 0; u < n_units(); ++u) {
         if (resident(u)) {
             policy->insert(u);
+            if (pinned(u)) {
+                policy->hold(u);
+            }
         }
     }
     policy_ = std::move(policy);

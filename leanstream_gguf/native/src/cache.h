@@ -48,8 +48,18 @@ public:
     void touch(uint32_t unit) { policy_->touch(unit); }
     void evict(uint32_t unit);
 
-    void pin(uint32_t unit)   { n_pinned_ += pins_[unit]++ == 0; }
-    void unpin(uint32_t unit) { n_pinned_ -= --pins_[unit] == 0; }
+    void pin(uint32_t unit) {
+        if (pins_[unit]++ == 0) {
+            n_pinned_++;
+            policy_->hold(unit);
+        }
+    }
+    void unpin(uint32_t unit) {
+        if (--pins_[unit] == 0) {
+            n_pinned_--;
+            policy_->release(unit);
+        }
+    }
     bool pinned(uint32_t unit) const { return pins_[unit] > 0; }
     uint32_t n_pinned() const { return n_pinned_; }
 

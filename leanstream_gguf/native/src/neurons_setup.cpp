@@ -11,7 +11,7 @@ namespace ls {
 namespace {
 
 constexpr uint64_t kReadBytes = 64 * 1024; // from here on a drive gives its full bandwidth
-constexpr uint64_t kUnitBytes = 44;        // bookkeeping of a cluster: slots, pins, policy, states
+constexpr uint64_t kUnitBytes = 60;        // bookkeeping of a cluster: slots, pins, policy, states
 constexpr uint64_t kNeuronBytes = 4 + 3 * 2; // of a neuron: its position, offsets of guesses
 constexpr uint64_t kScoreBuffers = 8;      // scores of all neurons of a layer, guesses and scratch
 constexpr double   kHotShare  = 0.5;       // of a layer's share of the cache, at most, is pinned for good

@@ -1,65 +1,16 @@
 #include "policy.h"
 
 #include "status.h"
+#include "unit_order.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <set>
-#include <utility>
 #include <vector>
 
 namespace ls {
 
 namespace {
-
-// Doubly linked lists over unit ids; a unit is in at most one.
-class Links {
-public:
-    explicit Links(uint32_t n_units) : prev_(n_units, kNone), next_(n_units, kNone) {}
-
-    struct List {
-        uint32_t front = kNone; // least useful
-        uint32_t back  = kNone;
-        uint32_t n = 0;
-    };
-
-    void push_back(List & l, uint32_t u) {
-        prev_[u] = l.back;
-        next_[u] = kNone;
-        (l.back == kNone ? l.front : next_[l.back]) = u;
-        l.back = u;
-        l.n++;
-    }
-
-    void push_front(List & l, uint32_t u) {
-        next_[u] = l.front;
-        prev_[u] = kNone;
-        (l.front == kNone ? l.back : prev_[l.front]) = u;
-        l.front = u;
-        l.n++;
-    }
-
-    void remove(List & l, uint32_t u) {
-        (prev_[u] == kNone ? l.front : next_[prev_[u]]) = next_[u];
-        (next_[u] == kNone ? l.back  : prev_[next_[u]]) = prev_[u];
-        l.n--;
-    }
-
-    int64_t find(const List & l, const std::function<bool(uint32_t)> & allowed) const {
-        for (uint32_t u = l.front; u != kNone; u = next_[u]) {
-            if (allowed(u)) {
-                return u;
-            }
-        }
-        return -1;
-    }
-
-    static constexpr uint32_t kNone = UINT32_MAX;
-
-private:
-    std::vector<uint32_t> prev_, next_;
-};
 
 class Lru final : public Policy {
 public:
@@ -83,15 +34,18 @@ public:
 
     void insert(uint32_t u) override { is_protected_[u] = false; links_.push_back(probation_, u); }
     void insert_cold(uint32_t u) override { is_protected_[u] = false; links_.push_front(probation_, u); }
-    void erase(uint32_t u) override { links_.remove(is_protected_[u] ? protected_ : probation_, u); }
+    void erase(uint32_t u) override {
+        links_.remove(is_protected_[u] ? protected_ : probation_, u);
+        n_now_protected_ -= is_protected_[u];
+    }
 
     void touch(uint32_t u) override {
         erase(u);
         is_protected_[u] = true;
         links_.push_back(protected_, u);
-        if (protected_.n > n_protected_) {
+        if (++n_now_protected_ > n_protected_) {
             const uint32_t demoted = protected_.front;
-            links_.remove(protected_, demoted);
+            erase(demoted);
             is_protected_[demoted] = false;
             links_.push_back(probation_, demoted);
         }
@@ -108,51 +62,7 @@ private:
     Links links_;
     Links::List probation_, protected_;
     std::vector<bool> is_protected_;
-    uint32_t n_protected_;
-};
-
-// Frequency with exponential ageing. A use at time t adds 2^(t/h); scores are kept as log2 of the sum, so that ageing
-// never touches units that are not used. Counts survive eviction: a unit that returns is not a stranger.
-class Lfu final : public Policy {
-public:
-    Lfu(uint32_t n_units, double half_life) : score_(n_units, -HUGE_VAL), half_life_(half_life) {}
-
-    void insert(uint32_t u) override { use(u); order_.insert({score_[u], u}); }
-    void insert_cold(uint32_t u) override {
-        score_[u] = kCold - double(++time_); // below every unit that was used; the latest first, as in the other policies
-        order_.insert({score_[u], u});
-    }
-    void insert_ahead(uint32_t u) override {
-        score_[u] = std::max(score_[u], double(time_) / half_life_ - 1e3); // a stranger goes before any unit that was used
-        order_.insert({score_[u], u});
-    }
-    void touch(uint32_t u) override { order_.erase({score_[u], u}); use(u); order_.insert({score_[u], u}); }
-    void erase(uint32_t u) override { order_.erase({score_[u], u}); }
-
-    int64_t victim(const std::function<bool(uint32_t)> & allowed) const override {
-        for (const auto & [score, u] : order_) {
-            if (allowed(u)) {
-                return u;
-            }
-        }
-        return -1;
-    }
-
-    const char * name() const override { return "lfu"; }
-
-private:
-    void use(uint32_t u) {
-        const double now = double(++time_) / half_life_;
-        const double high = std::max(score_[u], now), low = std::min(score_[u], now);
-        score_[u] = high + std::log2(1.0 + std::exp2(low - high));
-    }
-
-    static constexpr double kCold = -1e15;
-
-    std::vector<double> score_;
-    std::set<std::pair<double, uint32_t>> order_;
-    double   half_life_;
-    uint64_t time_ = 0;
+    uint32_t n_protected_, n_now_protected_ = 0;
 };
 
 } // namespace
@@ -165,7 +75,7 @@ std::unique_ptr<Policy> make_policy(const std::string & name, const PolicyParams
         return std::make_unique<Slru>(n_units, uint32_t(params.protected_share * n_capacity));
     }
     if (name == "lfu") {
-        return std::make_unique<Lfu>(n_units, params.half_life > 0 ? params.half_life : 32.0 * std::max(1u, n_capacity));
+        return make_lfu_policy(params, n_units, n_capacity);
     }
     if (name == "hotcold") {
         return make_hotcold_policy(params, n_units, n_capacity);

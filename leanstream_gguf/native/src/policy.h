@@ -20,6 +20,9 @@ public:
     virtual void insert_ahead(uint32_t unit) { insert(unit); }
     virtual void touch (uint32_t unit) = 0;  // used while resident
     virtual void erase (uint32_t unit) = 0;  // no longer resident
+    // From hold() to release() the unit is in use and cannot be a victim: a policy may leave it out of its order.
+    virtual void hold(uint32_t /*unit*/) {}
+    virtual void release(uint32_t /*unit*/) {}
 
     // A layer's units first .. first + n - 1 were just chosen from. margin: [n] score of each less the score at the border between
     // chosen and not chosen, resident or not; how near a unit came tells of its next turn; nullptr: unknown. Before the uses of that turn are told.
@@ -47,7 +50,8 @@ struct PolicyParams {
 // Throws Error(LS_ERR_ARGUMENT) for other names. n_units: ids are below it. n_capacity: about how many units fit.
 std::unique_ptr<Policy> make_policy(const std::string & name, const PolicyParams & params, uint32_t n_units, uint32_t n_capacity);
 
-std::unique_ptr<Policy> make_lean_policy(const PolicyParams & params, uint32_t n_units, uint32_t n_capacity);    // policy_lean.cpp
+std::unique_ptr<Policy> make_lfu_policy(const PolicyParams & params, uint32_t n_units, uint32_t n_capacity);     // policy_frequency.cpp
+std::unique_ptr<Policy> make_lean_policy(const PolicyParams & params, uint32_t n_units, uint32_t n_capacity);    // policy_frequency.cpp
 std::unique_ptr<Policy> make_hotcold_policy(const PolicyParams & params, uint32_t n_units, uint32_t n_capacity); // policy_hotcold.cpp
 
 // {"key": number, ...} for the keys above. Throws Error(LS_ERR_ARGUMENT).
