@@ -395,4 +395,5 @@ def _options(config: StreamConfig) -> Any:
     options.n_ring_slots = config.ring_slots
     options.fidelity = FIDELITIES[config.fidelity]
     options.max_kl = config.max_kl or 0.0
+    options.repack = int(config.repack)
     return options

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from .errors import ArgumentError, UnsupportedError
+from .errors import ArgumentError
 from .units import format_bytes, parse_bytes, parse_share
 
 ENV_MEMORY = "LEANSTREAM_MEMORY"  # default of memory_budget for install() and the command
@@ -202,7 +202,9 @@ class StreamConfig:
         direct_io: bypass the page cache where the file system allows it.
         ring_slots: layers' worth of read-ahead buffers for streamed dense weights, 0 = chosen, at least 2.
         chunk_bytes: largest single read, a multiple of 4096; 0 = chosen.
-        repack: keep weights in llama.cpp's repacked form. Only False for now.
+        repack: multiply with llama.cpp's repacked kernels, as stock llama.cpp does by default: faster, and the bits of stock's
+            default flags. Matrices that every token needs then stay in memory at every budget, so the smallest budget grows by
+            them: for repacked files whose neurons stream, or where everything fits. Not for models with experts.
         fidelity: `exact` (default) computes every neuron that fires. The others need a repacked file and cost quality, which
             the file has measured: `faithful` lets a 2-bit sketch of the deciding projection name the candidates, `threshold`
             counts small activations as zero.
@@ -211,7 +213,6 @@ class StreamConfig:
 
     Raises:
         ArgumentError: a value out of range.
-        UnsupportedError: `repack=True`, naming what it would need.
     """
 
     cache_budget: CacheBudget | int | str | None = None
@@ -249,7 +250,7 @@ class StreamConfig:
         for name in ("direct_io", "repack"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        self._check_supported()
+        self._check_fidelity()
 
     def _resolve_mode(self) -> None:
         if self.mode not in MODES:
@@ -269,9 +270,7 @@ class StreamConfig:
         assert self.depth is not None and self.stages is not None
         return self.depth, self.stages
 
-    def _check_supported(self) -> None:
-        if self.repack:
-            raise UnsupportedError("repack=True is not supported yet: streamed weights keep the file's layout")
+    def _check_fidelity(self) -> None:
         check_fidelity(self.fidelity)
         if self.max_kl is not None:
             check_max_kl(self.max_kl)

@@ -96,6 +96,7 @@ def _jobs(request: Request, out: Path) -> tuple[dict[str, Any], dict[str, Any], 
         "n_ubatch": max(1, min(sizes.n_ubatch, sizes.n_batch)),
         "n_threads": request.wish.threads,
         "flash_attn": request.wish.flash_attn,
+        "repacked": bool(request.stream.get("repack")),
     }
     plain = {**common, "model": request.reference or request.model, "out": str(out / "reference.f32")}
     streamed = {**common, "model": request.model, "out": str(out / "streamed.f32")}

@@ -30,6 +30,7 @@ class Job:
         tokens: prompt and the tokens that follow it; the rest up to n_generate is chosen greedily.
         n_prompt, n_generate: tokens run as a prompt and one by one.
         prompt_rows: positions of the prompt whose logits are written; those of every generated step are.
+        repacked: let llama.cpp repack weights, as it does by default.
         memory, cache: of a streamed run; memory None runs llama.cpp through mmap, unstreamed.
     """
 
@@ -45,6 +46,7 @@ class Job:
     n_ubatch: int
     n_threads: int
     flash_attn: bool
+    repacked: bool = False
     memory: str | None = None
     cache: str | None = None
     stream: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +71,7 @@ def run(job: Job) -> dict[str, Any]:
             config = StreamConfig(cache_budget=job.cache, **job.stream)
             handle = stack.enter_context(runtime.ModelHandle(job.model, config))
             scope = handle.load_scope()  # type: ignore[assignment]
-        context = stack.enter_context(loading.opened(job.model, scope, params, in_file_layout=True))
+        context = stack.enter_context(loading.opened(job.model, scope, params, in_file_layout=not job.repacked))
         if handle is not None and job.memory is not None:
             context = as_streamed(context, handle, sizes.n_outputs_max)
             measure.activate(handle, Budget.parse(job.memory), config)

@@ -70,12 +70,12 @@ def file_layout() -> Iterator[None]:
 CONTEXT: dict[str, Any] = {"n_ctx": 256, "n_batch": 64, "n_ubatch": 64, "n_threads": 1, "n_threads_batch": 1, "seed": 7}
 
 
-def unstreamed(path: Path, **settings: Any) -> contextlib.closing[Any]:
+def unstreamed(path: Path, *, repacked: bool = False, **settings: Any) -> contextlib.closing[Any]:
     """An ordinary llama_cpp.Llama in our libraries, through mmap, weights as in the file, all logits kept; for `with`."""
     importlib.import_module("leanstream_gguf")  # first: it points llama_cpp at the libraries under test
     import llama_cpp
 
-    with file_layout():
+    with contextlib.nullcontext() if repacked else file_layout():
         return contextlib.closing(llama_cpp.Llama(str(path), **{**CONTEXT, "logits_all": True, "verbose": False, **settings}))
 
 

@@ -77,6 +77,33 @@ def test_logits_at_every_budget(tiny: Tiny, name: str, reader: str, shape: str) 
             assert_same_bytes(logits(llm, TOKENS, N_PROMPT), expected)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["dense_tied", "dense_untied", "dense_fused"])
+def test_repacked_weights_give_the_bits_of_stock_s_default_flags(tiny: Tiny, name: str, shape: str) -> None:
+    from leanstream_gguf import StreamConfig
+
+    path = tiny(name)
+    with unstreamed(path, repacked=True, **SHAPES[shape]) as llm:
+        expected = logits(llm, TOKENS, N_PROMPT)
+    assert expected.tobytes() != reference(path, shape).tobytes(), "nothing of this model is repacked"
+    with streamed(path, "full", stream=StreamConfig(repack=True), **SHAPES[shape]) as llm:
+        assert_same_bytes(logits(llm, TOKENS, N_PROMPT), expected)
+        low, _ = budget_range(llm)
+        llm.stream.set_budget(low)  # nothing may stream, so it is nearly the same budget
+        assert_same_bytes(logits(llm, TOKENS, N_PROMPT), expected)
+        assert llm.stream.plan()["dense"]["streamed_bytes"] == 0
+
+
+def test_experts_are_not_repacked(tiny: Tiny) -> None:
+    from leanstream_gguf import StreamConfig, UnsupportedError
+
+    with (
+        pytest.raises(UnsupportedError, match="leave out repack"),
+        streamed(tiny("moe_qwen3"), "full", stream=StreamConfig(repack=True)),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("name", ["dense_tied", "moe_qwen3", "moe_dense_lead"])
 @pytest.mark.parametrize("budget", ["middle", "full"])
 def test_logits_of_a_model_built_with_that_budget(tiny: Tiny, name: str, budget: str) -> None:

@@ -69,6 +69,22 @@ def lean(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     return get
 
 
+@pytest.mark.parametrize("name", ["dense_arcee", "dense_tied"])
+def test_repacked_matrices_beside_streamed_neurons(lean: Callable[..., Path], tiny: Tiny, name: str) -> None:
+    from leanstream_gguf import StreamConfig
+
+    with unstreamed(tiny(name), repacked=True, **SHAPE) as llm:
+        stock = logits(llm, TOKENS, N_PROMPT)
+    with streamed(lean(name, cluster_size=1), "full", stream=StreamConfig(repack=True), **SHAPE) as llm:
+        expected = logits(llm, TOKENS, N_PROMPT)
+        assert kl(stock, expected) < MAX_KL
+    few = StreamConfig(repack=True, cache_budget="min")
+    with streamed(lean(name, cluster_size=1), "min", stream=few, **SHAPE) as llm:
+        plan = llm.stream.plan()
+        assert plan["dense"]["streamed_bytes"] == 0
+        assert_same_bytes(logits(llm, TOKENS, N_PROMPT), expected)
+
+
 @pytest.mark.parametrize("name", NEURONS)
 def test_logits_at_every_budget(lean: Callable[..., Path], tiny: Tiny, name: str) -> None:
     from leanstream_gguf import StreamConfig

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from leanstream_gguf.errors import ArgumentError, UnsupportedError
+from leanstream_gguf.errors import ArgumentError
 from leanstream_gguf.settings import Budget, CacheBudget, StreamConfig, check_context, env_defaults
 
 
@@ -90,12 +90,6 @@ def test_context_settings_that_llama_cpp_would_wrap_or_crash_on(wrong: dict[str,
 
 def test_context_settings_of_the_parent_pass() -> None:
     check_context({"n_ctx": 0, "n_batch": 1, "n_ubatch": 0, "n_threads": None, "n_gpu_layers": -1})
-
-
-@pytest.mark.parametrize("wish", [{"repack": True}])
-def test_what_does_not_work_yet_is_named(wish: dict[str, object]) -> None:
-    with pytest.raises(UnsupportedError, match=next(iter(wish))):
-        StreamConfig(**wish)  # type: ignore[arg-type]
 
 
 def test_config_is_frozen_parsed_and_pickles() -> None:

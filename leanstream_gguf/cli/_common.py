@@ -66,6 +66,7 @@ def add_streaming(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--io-backend", choices=sorted(IO_BACKENDS), default="auto", help="how to read; default auto")
     group.add_argument("--buffered", action="store_true", help="read through the page cache instead of bypassing it")
     group.add_argument("--ring-slots", type=int, default=0, metavar="N", help="read-ahead buffers for layers; default chosen")
+    group.add_argument("--repack", action="store_true", help="llama.cpp's repacked kernels; matrices that every token needs stay")
     group = parser.add_argument_group("fidelity (all but exact need a repacked file and cost quality, as measured in it)")
     group.add_argument("--fidelity", choices=list(FIDELITIES), default="exact", help="which neurons are computed; default exact")
     group.add_argument("--max-kl", type=float, metavar="NATS", help="with threshold: the measured setting up to this KL divergence")
@@ -97,6 +98,7 @@ def stream_config(args: argparse.Namespace) -> StreamConfig:
         io_backend=args.io_backend,
         direct_io=not args.buffered,
         ring_slots=args.ring_slots,
+        repack=args.repack,
         fidelity=args.fidelity,
         max_kl=args.max_kl,
     )

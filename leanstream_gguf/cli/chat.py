@@ -70,6 +70,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
         "io_backend": args.io_backend,
         "direct_io": not args.buffered,
         "ring_slots": args.ring_slots,
+        "repack": args.repack,
     }
     return {name: value for name, value in options.items() if value is not None}
 

@@ -50,7 +50,13 @@ def run(args: argparse.Namespace) -> int:
         text=_text(args.file),
         all_rows=args.all_rows,
         wish=ContextWish(args.ctx, args.batch, args.ubatch, args.threads, args.flash_attn),
-        stream={**stream, "direct_io": not args.buffered, "ring_slots": args.ring_slots, "max_kl": args.max_kl},
+        stream={
+            **stream,
+            "direct_io": not args.buffered,
+            "ring_slots": args.ring_slots,
+            "repack": args.repack,
+            "max_kl": args.max_kl,
+        },
     )
     document = verify(request)
     if args.json:

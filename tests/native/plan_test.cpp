@@ -51,6 +51,15 @@ uint64_t held(const PlanInput & in, const Plan & p) {
 
 } // namespace
 
+TEST(groups_that_may_not_stream_are_part_of_the_minimum) {
+    PlanInput in = both();
+    in.keeps_dense = true;
+    const Plan p = with_budget(in, minimum(in));
+    CHECK_EQ(p.minimum_bytes, (40 + 10 + 48 + 2) * MiB);
+    CHECK_EQ(p.n_pinned, 12);
+    CHECK_EQ(p.n_ring_slots, 0);
+}
+
 TEST(no_budget_keeps_everything) {
     const PlanInput in = both();
     const Plan p = with_budget(in, 0);

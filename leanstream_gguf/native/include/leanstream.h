@@ -82,6 +82,7 @@ typedef struct ls_options {
     uint64_t chunk_bytes;       // largest single read; 0 = 1 MiB
     uint32_t n_ring_slots;      // ring slots for streamed dense weights; 0 = chosen (3, and 2 at the minimum budget)
     uint32_t fidelity;          // 0 = exact, 1 = faithful (a sketch names candidates), 2 = threshold (small activations count as 0)
+    uint32_t repack;            // 1 = matrices in llama.cpp's repacked form, all of them resident; 0 = in the file's (default)
     double   max_kl;            // threshold: the measured setting to use is the largest up to this; 0 = the smallest there is
 } ls_options;
 

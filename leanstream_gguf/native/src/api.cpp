@@ -109,6 +109,10 @@ ls_status ls_load_begin(ls_model * model, int32_t no_alloc) {
         if (m.engine.activated()) {
             throw Error(LS_ERR_STATE, "this model is loaded already; open it again for a second load");
         }
+        if (m.options.repack && m.index.n_expert_used > 0) {
+            const std::string & path = m.index.shards.front().path;
+            throw Error(LS_ERR_UNSUPPORTED, format("%s has experts, which stream in the file's layout: leave out repack", path.c_str())).path(path);
+        }
         m.engine.neurons->set_fidelity(choose_fidelity(m.index, m.options.fidelity, m.options.max_kl));
         m.no_alloc = no_alloc != 0;
         m.resident_at_load_bytes = process_resident_bytes();

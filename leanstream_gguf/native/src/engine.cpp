@@ -34,6 +34,7 @@ Engine::Engine(const Index & index, const EngineOptions & options) : weights(ind
     }
     stats_.used_buffered_io = !devices_[0]->direct();
     neurons = std::make_unique<NeuronStore>(index, devices_, uint64_t(kNeurons));
+    repacked = options.repack ? std::make_unique<Repacked>() : nullptr;
     scheduler_ = std::make_unique<Scheduler>(options.io, *this);
     neurons->set_scheduler(scheduler_.get());
 }
@@ -61,6 +62,7 @@ PlanInput Engine::plan_input_locked(const FixedMemory & fixed, uint64_t budget_b
     }
     in.ring_slot_bytes     = weights.largest_group_bytes();
     in.n_ring_slots_wanted = options_.n_ring_slots;
+    in.keeps_dense         = options_.repack;
     for (const Session * s : sessions_) {
         in.n_held_at_once = std::max(in.n_held_at_once, s->n_held_at_once);
     }
@@ -146,6 +148,9 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
         if (group_pinned_[g] && Load(group_state_[g].load()) == Load::failed) {
             throw Error(LS_ERR_READ, read_error_.message).path(read_error_.path).sys(read_error_.sys_errno);
         }
+    }
+    if (repacked) {
+        repacked->convert(weights);
     }
     lock.unlock();
     neurons->fill(); // no graph runs: the model is not activated yet
@@ -344,6 +349,9 @@ void Engine::begin(Session & session, const ggml_cgraph * graph) {
     session.failed.store(false);
     session.error = {};
     session.acquired.store(nullptr);
+    for (std::atomic<uint32_t> & n : session.next_chunk) {
+        n.store(0);
+    }
     session.begin_ns = now_ns();
     session.n_tokens = 0;
     for (const auto & [known, n] : session.graph_tokens) {

@@ -8,6 +8,7 @@
 #include "leanstream.h"
 #include "neurons.h"
 #include "plan.h"
+#include "repacked.h"
 #include "scheduler.h"
 #include "session.h"
 #include "speculation.h"
@@ -30,6 +31,7 @@ struct EngineOptions {
     bool      direct_io = true;
     uint64_t  chunk_bytes = 1u << 20;
     uint32_t  n_ring_slots = 0; // 0 = chosen by the plan
+    bool      repack = false;   // matrices in llama.cpp's repacked form; they all stay in memory then
 };
 
 // Bytes that are not weights; see ls_memory.
@@ -47,6 +49,7 @@ public:
 
     Weights weights;
     std::unique_ptr<NeuronStore> neurons; // empty for files that are not rearranged
+    std::unique_ptr<Repacked> repacked;   // nullptr: weights keep the file's layout
 
     // ---- plan and budget
     PlanInput plan_input(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t cache_bytes) const;

@@ -106,7 +106,7 @@ private:
     static void check_use(const Weight & w, const ggml_tensor * node) {
         const bool is_view = node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_PERMUTE ||
             node->op == GGML_OP_TRANSPOSE;
-        if ((w.use == Use::dense && is_view) || (w.use == Use::rows && node->op != GGML_OP_GET_ROWS) ||
+        if ((w.twin && node->op != GGML_OP_MUL_MAT) || (w.use == Use::dense && is_view) || (w.use == Use::rows && node->op != GGML_OP_GET_ROWS) ||
             (w.use == Use::expert && node->op != GGML_OP_MUL_MAT_ID)) {
             throw Error(LS_ERR_UNSUPPORTED, format("this graph uses '%s' (%s) in a way the first graphs did not; it cannot be streamed",
                 w.entry->name.c_str(), ggml_op_name(node->op)));
@@ -143,7 +143,7 @@ private:
     }
 
     void rewrite(ggml_tensor * node) {
-        const Weight * w = weight_of(node->src[0]);
+        Weight * w = weight_of(node->src[0]);
         if (w && (w->use == Use::rows || w->on_device) && node->op == GGML_OP_GET_ROWS) { // else the host keeps no copy
             OpParams p = {};
             p.session = &session_;
@@ -151,6 +151,8 @@ private:
             node->op = GGML_OP_CUSTOM;
         } else if (w && w->use == Use::expert && node->op == GGML_OP_MUL_MAT_ID) {
             rewrite_product(node, *w);
+        } else if (ggml_tensor * twin = w && engine_.repacked && node->op == GGML_OP_MUL_MAT ? engine_.repacked->twin(*w) : nullptr) {
+            multiply_repacked(node, twin);
         }
     }
 
@@ -243,6 +245,21 @@ private:
         return node;
     }
 
+    // From four tokens on llama.cpp multiplies tile by tile.
+    void multiply_repacked(ggml_tensor * node, ggml_tensor * twin) {
+        ggml_tensor * input = node->src[1];
+        if (!engine_.repacked->kernel(*twin) || input->ne[1] > 3 || input->ne[2] != 1) {
+            node->src[0] = twin;
+            return;
+        }
+        OpParams p = {};
+        p.session = &session_;
+        p.part    = int16_t(n_repacked_++ % 2);
+        node->src[2] = quantized(input, GGML_TYPE_Q8_0);
+        set_op_params(node, p, op_repacked_product);
+        node->op = GGML_OP_CUSTOM;
+    }
+
     void rewrite_product(ggml_tensor * node, const Weight & w) {
         session_.tiled_bytes_per_thread = std::max(session_.tiled_bytes_per_thread, tiled_bytes_per_thread(node));
         ggml_tensor * input = node->src[1];
@@ -316,6 +333,7 @@ private:
     std::vector<std::vector<int>> uses_; // [group] node indices, ascending
     std::vector<bool> held_;     // [group] acquired and not released at this point
     uint32_t held_at_once_ = 0;
+    uint32_t n_repacked_ = 0;    // products with a kernel of ours
     std::vector<Routing> routings_;
     struct Quantized { ggml_tensor * input; ggml_type type; ggml_tensor * node; };
     std::vector<Quantized> quantized_;

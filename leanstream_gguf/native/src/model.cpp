@@ -27,6 +27,7 @@ static EngineOptions engine_options(const ls_options & o) {
     e.io.depth     = o.io_depth ? o.io_depth : e.io.depth;
     e.direct_io    = o.direct_io != 0;
     e.n_ring_slots = o.n_ring_slots;
+    e.repack       = o.repack != 0;
     if (o.chunk_bytes) {
         e.chunk_bytes = page_ceil(o.chunk_bytes);
     }
@@ -130,8 +131,8 @@ void ls::measure_session(const llama_context * ctx, const DeviceTier * device, S
 }
 
 bool ls_model::use_device(int32_t n_gpu_layers, int32_t main_gpu) {
-    // a lean file's bundles are computed on the host
-    ggml_backend_dev_t device = n_gpu_layers != 0 && !index.lean.present ? find_device(main_gpu) : nullptr;
+    // a lean file's bundles and repacked weights are computed on the host
+    ggml_backend_dev_t device = n_gpu_layers != 0 && !index.lean.present && !options.repack ? find_device(main_gpu) : nullptr;
     devices[0] = device;
     if (!device) {
         return false;

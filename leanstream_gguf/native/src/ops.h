@@ -46,6 +46,9 @@ void op_quantize(ggml_tensor * dst, int ith, int nth, void * userdata);
 // src0 experts [n, m, n_experts], src1 [n, n_used or 1, n_tokens], src2 ids, src3 select node, src4 quantized src1 or none;
 // dst: float32 [m, n_used, n_tokens]. As ggml's MUL_MAT_ID, expert by expert as they arrive.
 void op_mul_mat_id(ggml_tensor * dst, int ith, int nth, void * userdata);
+// src0 [n, m], repacked in memory, src1 float32 [n, n_tokens], src2 the same in q8_0; dst: float32 [m, n_tokens]. As ggml's MUL_MAT.
+// op_params.part holds which of the session's chunk counters it uses: the other one than the node of this kind before it.
+void op_repacked_product(ggml_tensor * dst, int ith, int nth, void * userdata);
 // src0 [n, n_rows], src1 ids: int32; dst float32 [n, n_ids]. As ggml's GET_ROWS, rows read from the file.
 void op_get_rows(ggml_tensor * dst, int ith, int nth, void * userdata);
 

@@ -117,7 +117,7 @@ Plan make_plan(const PlanInput & in) {
     }
     plan.token_demand_bytes = plan.token_demand_experts * in.expert_bytes;
     const uint64_t cache_min = plan.layer_demand_bytes = minimum_cache(in);
-    const uint64_t ring_min  = std::min(plan.dense_bytes, min_ring_slots(in) * in.ring_slot_bytes);
+    const uint64_t ring_min  = in.keeps_dense ? plan.dense_bytes : std::min(plan.dense_bytes, min_ring_slots(in) * in.ring_slot_bytes);
     const uint64_t base      = in.fixed_bytes + in.resident_bytes;
     const uint64_t cache_floor = in.cache_bytes ? std::min(in.cache_bytes, plan.experts_bytes) : cache_min;
     plan.neurons_bytes = in.neurons_bytes;

@@ -14,6 +14,7 @@ struct PlanInput {
     uint64_t ring_slot_bytes = 0;         // largest group
     uint32_t n_ring_slots_wanted = 0;     // 0 = chosen
     uint32_t n_held_at_once = 1;          // groups that one graph needs together
+    bool     keeps_dense = false;         // no budget lets a dense group stream
     uint64_t expert_bytes = 0;            // a slot of the expert cache: the largest expert in memory
     std::vector<uint32_t> n_experts;      // [moe layer]
     uint32_t n_expert_used = 0;

@@ -80,6 +80,7 @@ struct Session {
     MoeRun runs[kRuns];
     NeuronRun neuron_runs[2 * kNeuronRuns]; // of the sums, and of the decisions of layout faithful
 
+    std::atomic<uint32_t> next_chunk[2] = {}; // of the products with repacked weights, in turn
     size_t tiled_bytes_per_thread = 0;
     std::vector<uint8_t> tiled_scratch;
     std::vector<std::pair<const ggml_cgraph *, int64_t>> graph_tokens; // of the graphs that may be run again

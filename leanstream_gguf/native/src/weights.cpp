@@ -28,6 +28,11 @@ bool streamable(const Weight & w, const ggml_tensor * node, int source) {
         w.entry->name.find(".ffn_gate_inp.") == std::string::npos; // routers are small, and guesses need them at any time
 }
 
+bool plain_product(const Weight & w, const ggml_tensor * node, int source) {
+    return node->op == GGML_OP_MUL_MAT && source == 0 && node->src[0] == w.tensor && ggml_n_dims(w.tensor) == 2 &&
+        node->src[1]->type == GGML_TYPE_F32 && node->ne[3] == 1;
+}
+
 } // namespace
 
 int32_t block_of(const std::string & name) {
@@ -155,7 +160,9 @@ void Weights::learn(const ggml_cgraph * graph, ggml_backend_buffer_type_t buffer
                 throw Error(LS_ERR_UNSUPPORTED, format("the graph uses a weight '%s' that the file does not hold", ggml_get_name(src)));
             }
             w->on_device = w->on_device || (on_device && on_device(*w, node, s));
-            if (seen_.insert(w->tensor).second) {
+            const bool first = seen_.insert(w->tensor).second;
+            w->multiplied = (first || w->multiplied) && plain_product(*w, node, s);
+            if (first) {
                 learn_use(*w, node, s);
             } else {
                 learn_again(*w, node);

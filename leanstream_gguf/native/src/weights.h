@@ -35,6 +35,8 @@ struct Weight {
     int32_t layer = -1;        // expert: index into moe_layers
     int32_t part = -1;         // expert: index into the layer's parts
     bool in_memory = false;    // looked up by row, and all rows are at home
+    bool multiplied = false;   // every use is a plain product with a float32 input
+    ggml_tensor * twin = nullptr; // what graphs multiply with instead, if weights are repacked (repacked.h)
     bool on_device = false;    // its block runs on the device, which holds a twin of it (device_tier.h)
 
     int32_t block() const;     // transformer block, "blk.N.", or -1
