@@ -26,7 +26,7 @@ PROBE_DEPTH = 16
 PROBE_ROUNDS = 4
 CLUSTER_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64, 96, 128)
 HOT_SHARE = 0.5  # leading clusters that at least this share of the tokens touch are hot
-CACHE_SHARES = (0.25, 0.5, 0.75)  # of a layer's clusters, for which the time is predicted
+CACHE_SIZES = (2, 4, 8)  # over the bytes that fire for a token, as the runtime shares a cache out among layers
 AMPLIFICATION_LIMIT = 1.6  # where a neuron's record is a page or more, a read is worth it without neighbours
 DENSE_LIMIT = 0.6  # density from which a layer is better left whole
 
@@ -108,7 +108,7 @@ class ClusterCost:
 
     cluster_size: int
     stride: int
-    seconds: float  # mean over CACHE_SHARES
+    seconds: float  # mean over CACHE_SIZES
     n_reads: float
     n_bytes: float
     amplification: float  # bytes read over bytes of firing neurons
@@ -144,9 +144,9 @@ def cluster_cost(fires: npt.NDArray[np.bool_], cluster_size: int, record_bytes: 
     half = n_tokens // 2
     by_use = np.argsort(-clusters[:half].sum(axis=0), kind="stable")
     seconds = []
-    for share in CACHE_SHARES:
+    for size in CACHE_SIZES:
         missing = clusters[half:].copy()
-        missing[:, by_use[: int(share * len(by_use))]] = False
+        missing[:, by_use[: int(size * n_fired / (n_tokens * cluster_size))]] = False
         seconds.append(float(drive.seconds(runs(missing) * stride).sum()) / max(1, n_tokens - half))
     cold: Any = np.nonzero(clusters.mean(axis=0) < HOT_SHARE)[0]
     n_hot = int(cold[0]) if len(cold) else clusters.shape[1]

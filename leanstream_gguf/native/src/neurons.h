@@ -133,7 +133,8 @@ private:
 
     void form_layers();
     void form_pools();
-    uint64_t share_of(const Pool & pool, uint64_t n_bytes) const;
+    double demand_of(const Pool & pool) const;
+    std::vector<uint64_t> shares_of(uint64_t n_bytes) const;
     uint32_t min_slots(const Pool & pool) const;
     static uint32_t block_of(const NeuronRun & run, uint32_t group);
     uint8_t * memory(uint32_t unit) const;

@@ -118,10 +118,38 @@ uint64_t NeuronStore::all_cache_bytes() const {
     return n;
 }
 
-// A pool's part of a cache of n_bytes: like all of its clusters to all clusters.
-uint64_t NeuronStore::share_of(const Pool & pool, uint64_t n_bytes) const {
-    const uint64_t all = all_cache_bytes(), own = page_ceil(pool.slot_bytes * pool.n_units);
-    return n_bytes >= all ? own : uint64_t(double(n_bytes) * (double(own) / double(all)));
+// What a token needs of a pool's layers, as calibration measured it.
+double NeuronStore::demand_of(const Pool & pool) const {
+    double n = 0;
+    for (const NeuronLayer & l : layers_) {
+        n += &pools_[l.pool] == &pool ? double(l.shape->density) * double(l.shape->n_ff * l.shape->record_bytes) : 0.0;
+    }
+    return std::max(n, 1e-3 * double(pool.slot_bytes * pool.n_units)); // a layer that hardly fires wants a cache too
+}
+
+// [pool] bytes of a cache of n_bytes: its minimum for each, and the rest by demand, until all of a pool's clusters fit.
+std::vector<uint64_t> NeuronStore::shares_of(uint64_t n_bytes) const {
+    std::vector<uint64_t> share(pools_.size());
+    std::vector<size_t> order(pools_.size()); // those that are full first come first
+    double demand = 0;
+    uint64_t left = n_bytes;
+    const auto all_of = [&](size_t p) { return page_ceil(pools_[p].slot_bytes * pools_[p].n_units); };
+    for (size_t p = 0; p < pools_.size(); ++p) {
+        order[p] = p;
+        demand  += demand_of(pools_[p]);
+        share[p] = std::min(left, std::min(all_of(p), min_slots(pools_[p]) * pools_[p].slot_bytes));
+        left    -= share[p];
+    }
+    std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+        return double(all_of(a) - share[a]) * demand_of(pools_[b]) < double(all_of(b) - share[b]) * demand_of(pools_[a]);
+    });
+    for (size_t p : order) {
+        const uint64_t more = std::min(all_of(p) - share[p], uint64_t(double(left) * std::min(1.0, demand_of(pools_[p]) / demand)));
+        share[p] += more;
+        left     -= more;
+        demand   -= demand_of(pools_[p]);
+    }
+    return share;
 }
 
 // One rounding block of neurons that all lie in different clusters, and a few more.
@@ -136,13 +164,11 @@ uint32_t NeuronStore::min_slots(const Pool & pool) const {
 }
 
 uint64_t NeuronStore::min_cache_bytes() const {
-    const uint64_t all = all_cache_bytes();
     uint64_t n = 0;
-    for (const Pool & p : pools_) { // the share of every pool must reach its minimum
-        const uint64_t least = min_slots(p) * p.slot_bytes + page_size();
-        n = std::max(n, uint64_t(double(least) * double(all) / double(page_ceil(p.slot_bytes * p.n_units))) + page_size());
+    for (const Pool & p : pools_) {
+        n += min_slots(p) * p.slot_bytes;
     }
-    return std::min(n, all);
+    return std::min(n, all_cache_bytes());
 }
 
 void NeuronStore::set_fidelity(Fidelity fidelity) {
@@ -235,10 +261,11 @@ void NeuronStore::set_capacity(uint64_t n_bytes, const std::string & policy, con
         p.cache->unpin(unit - p.first_unit);
     }
     hot_.clear();
+    const std::vector<uint64_t> shares = shares_of(n_bytes);
     for (Pool & p : pools_) {
         std::vector<uint32_t> evicted;
         const uint32_t before = p.cache->n_slots();
-        p.cache->set_capacity(share_of(p, n_bytes), evicted);
+        p.cache->set_capacity(shares[size_t(&p - pools_.data())], evicted);
         note_evicted_locked(p, evicted);
         if (before != p.cache->n_slots()) {
             p.cache->set_policy(make_policy(policy, params, p.n_units, p.cache->n_slots()));
