@@ -99,7 +99,13 @@ def context_params(sizes: ContextDefaults, *, n_threads: int, flash_attn: bool =
 
 @contextlib.contextmanager
 def opened(
-    path: str, scope: contextlib.AbstractContextManager[None], params: Any, *, verbose: bool = False, in_file_layout: bool = False
+    path: str,
+    scope: contextlib.AbstractContextManager[None],
+    params: Any,
+    *,
+    verbose: bool = False,
+    in_file_layout: bool = False,
+    n_gpu_layers: int = 0,
 ) -> Iterator[internals.LlamaContext]:
     """A context on a model loaded inside `scope`, with its `model`; both are freed at the end.
 
@@ -112,7 +118,7 @@ def opened(
     low_level.llama_backend_init()
     set_verbose(verbose)
     model_params = low_level.llama_model_default_params()
-    model_params.n_gpu_layers = 0
+    model_params.n_gpu_layers = n_gpu_layers
     model_params.use_extra_bufts = not in_file_layout
     with contextlib.ExitStack() as stack:
         with construction, recorded_log() as log, scope:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from . import kernel_rate, planner, probe
 from ._lib import native
-from .errors import BudgetError, LibraryError
+from .errors import ArgumentError, BudgetError, LibraryError
 from .runtime import ModelHandle
 from .settings import IO_BACKENDS, Budget, StreamConfig, check_context
 from .units import format_bytes
@@ -29,6 +29,7 @@ class ContextWish:
     n_ubatch: int | None = None
     n_threads: int | None = None
     flash_attn: bool = False
+    n_gpu_layers: int = 0
 
     def __post_init__(self) -> None:
         check_context(vars(self))
@@ -84,6 +85,19 @@ def resolve(handle: ModelHandle, budget: Budget, config: StreamConfig) -> tuple[
         automatic=probe.automatic_budget().n_bytes if budget.kind == "auto" else 0,
     )
     return n_bytes, n_cache
+
+
+def device_bytes(budget: Budget | None, handle: ModelHandle) -> int:
+    """A device budget in bytes, 0 = what is free.
+
+    Raises:
+        ArgumentError: a word that has no meaning for device memory.
+    """
+    if budget is None or budget.kind in ("auto", "full"):
+        return 0
+    if budget.kind not in ("bytes", "share"):
+        raise ArgumentError(f"device_budget {budget} has no meaning; give a size, a share of the model file, or 'auto'")
+    return budget.n_bytes or max(1, int(budget.share * int(handle.index()["file_bytes"])))
 
 
 def at(handle: ModelHandle, budget: Budget, config: StreamConfig, call: Callable[[int, int], _T]) -> _T:
@@ -153,7 +167,9 @@ def activate(handle: ModelHandle, budget: Budget, config: StreamConfig) -> None:
 
 
 @contextlib.contextmanager
-def measured(path: str | os.PathLike[str], config: StreamConfig, wish: ContextWish) -> Iterator[Measured]:
+def measured(
+    path: str | os.PathLike[str], config: StreamConfig, wish: ContextWish, device_budget: Budget | None = None
+) -> Iterator[Measured]:
     """Run llama.cpp's loading and reservation without memory or weights, so that plans are exact.
 
     Raises:
@@ -162,11 +178,12 @@ def measured(path: str | os.PathLike[str], config: StreamConfig, wish: ContextWi
     from . import loading
 
     with ModelHandle(path, config) as handle:
+        handle.set_device_budget(device_bytes(device_budget, handle))
         shape = planner.Shape.from_index(handle.index())
         sizes = wish.sizes(shape)
         check_bookkeeping(sizes.n_ctx or shape.n_ctx_train, probe.available_memory().n_bytes)
         params = loading.context_params(sizes, n_threads=wish.threads, flash_attn=wish.flash_attn)
-        with loading.opened(os.fspath(path), handle.load_scope(no_alloc=True), params):
+        with loading.opened(os.fspath(path), handle.load_scope(no_alloc=True), params, n_gpu_layers=wish.n_gpu_layers):
             yield Measured(handle, shape, sizes)
 
 

@@ -131,19 +131,6 @@ class _ClosedContext(internals.LlamaContext):
     ctx = memory = property(_closed)
 
 
-def device_bytes(budget: Budget | None, handle: ModelHandle) -> int:
-    """A device budget in bytes, 0 = what is free.
-
-    Raises:
-        ArgumentError: a word that has no meaning for device memory.
-    """
-    if budget is None or budget.kind in ("auto", "full"):
-        return 0
-    if budget.kind not in ("bytes", "share"):
-        raise ArgumentError(f"device_budget {budget} has no meaning; give a size, a share of the model file, or 'auto'")
-    return budget.n_bytes or max(1, int(budget.share * int(handle.index()["file_bytes"])))
-
-
 def _refuse(options: dict[str, Any]) -> None:
     """Settings of the parent that cannot hold for a streamed model: refused by name, or dropped with a warning."""
     if options.get("lora_path") or options.get("lora_base"):
@@ -151,6 +138,17 @@ def _refuse(options: dict[str, Any]) -> None:
     if options.pop("use_mlock", False):  # not an error, because llama_cpp.server asks for it by default
         text = "use_mlock is ignored under a memory budget: streamed weights are read into memory of our own, which is not locked"
         warnings.warn(text, LeanStreamWarning, stacklevel=4)
+
+
+def _tell_unused_device(handle: ModelHandle) -> None:
+    """Warn that a device budget was given and nothing runs on a device."""
+    plan = handle.plan_in_force()
+    if "device" in plan:
+        return
+    reason = "llama.cpp finds no GPU it was built for (see leanstream doctor)"
+    if "lean" in plan and llama_cpp.llama_supports_gpu_offload():
+        reason = "a repacked file is computed on the host; give the file it was made from"
+    warnings.warn(f"device_budget is not used: {reason}", LeanStreamWarning, stacklevel=4)
 
 
 class Llama(_Parent):
@@ -208,7 +206,7 @@ class Llama(_Parent):
         self._handle = handle = ModelHandle(model_path, config)
         handle.hold()
         self._holds = True
-        handle.set_device_budget(device_bytes(self._device_budget, handle))
+        handle.set_device_budget(measure.device_bytes(self._device_budget, handle))
         all_logits = bool(options.get("logits_all")) or options.get("draft_model") is not None
         shape = planner.Shape.from_index(handle.index())
         defaults = planner.context_defaults(
@@ -233,6 +231,8 @@ class Llama(_Parent):
         measure.activate(handle, budget, config)
         self.stream = StreamHandle(handle, config, budget)
         tell_cost(self.stream.fidelity(), stacklevel=4)
+        if self._device_budget is not None:
+            _tell_unused_device(handle)
         for text in handle.plan_in_force().get("warnings", ()):
             warnings.warn(text, LeanStreamWarning, stacklevel=3)
 

@@ -7,12 +7,14 @@ All amounts are bytes.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .units import format_bytes
 
@@ -208,6 +210,21 @@ def filesystem_of(path: str | os.PathLike[str]) -> tuple[str, str]:
         if inside and len(mount) >= len(best[0]):
             best = (mount, parts[2])
     return best
+
+
+def gpus() -> list[dict[str, Any]]:
+    """The GPUs that this build of llama.cpp can use, in main_gpu's order (ls_devices_json in leanstream.h).
+
+    Raises:
+        LeanStreamError: the library is missing.
+    """
+    from ._lib import check, native, take_string
+
+    ffi, lib = native()
+    out = ffi.new("char **")
+    check(lib.ls_devices_json(out))
+    found: list[dict[str, Any]] = json.loads(take_string(out))
+    return found
 
 
 @dataclass(frozen=True)

@@ -211,6 +211,20 @@ class TestNative:
             assert call("plan", "-m", tiny("moe_qwen3"), "--memory", memory, "--no-speed") == 0
         assert "smallest budget" in capsys.readouterr().out
 
+    def test_device_options_where_there_is_no_device(self, tiny: Tiny, capsys: Capture) -> None:
+        from leanstream_gguf import probe
+
+        if probe.gpus():
+            pytest.skip("this machine has a device; scripts/gpu_table.py tests it")
+        assert call("plan", "-m", tiny("moe_qwen3"), "--device-memory", "50%", "--no-speed") == 0
+        assert "device: none that this build" in capsys.readouterr().out
+        assert call("run", "-m", tiny("moe_qwen3"), "-p", "x", "-n", "2", "--device-memory", "1GiB", "-ngl", "2", "--json") == 0
+        captured = capsys.readouterr()
+        assert "device_budget is not used" in captured.err
+        assert json.loads(captured.out.splitlines()[-1])["tokens"] == 2
+        assert call("plan", "-m", tiny("moe_qwen3"), "--device-memory", "min", "--no-speed", "--json") == 2
+        assert "device_budget" in document(capsys)["error"]["message"]
+
     def test_plan_with_speeds(self, tiny: Tiny, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
         from leanstream_gguf import kernel_rate
 
@@ -250,6 +264,7 @@ class TestNative:
         assert call("doctor", "--dir", tmp_path, "--json") == 0
         found = document(capsys)
         assert found["libraries"]["llama_cpp_commit"]
+        assert isinstance(found["gpus"], list)
         assert len(found["drive"]["random"]) == 4
         assert found["advice"] and found["memory"]["auto_budget_bytes"] > 0
         assert not list(tmp_path.iterdir())

@@ -41,6 +41,30 @@ def add_memory(parser: argparse.ArgumentParser, default: str = "auto") -> None:
     )
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """--gpu-layers and --device-memory, as Llama's n_gpu_layers and device_budget."""
+    group = parser.add_argument_group("device (where llama.cpp was built for a GPU)")
+    group.add_argument(
+        "-ngl", "--gpu-layers", type=int, metavar="N", help="layers on the device, -1 = all; default 0, or all with --device-memory"
+    )
+    group.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        help="bound for device memory: a size, 50%% (of the model file) or auto (what is free, less a headroom); default auto",
+    )
+
+
+def device_budget(args: argparse.Namespace) -> Budget | None:
+    return None if args.device_memory is None else Budget.parse(args.device_memory, name="--device-memory")
+
+
+def gpu_layers(args: argparse.Namespace) -> int:
+    """--gpu-layers with its default."""
+    if args.gpu_layers is not None:
+        return int(args.gpu_layers)
+    return 0 if args.device_memory is None else -1
+
+
 def add_context(parser: argparse.ArgumentParser) -> None:
     """Options that shape the context; unset ones are chosen from the model's shape."""
     group = parser.add_argument_group("context (unset: chosen from the model's shape, never from the budget)")

@@ -143,12 +143,16 @@ def advice(document: dict[str, Any]) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..probe import gpus
+
     status = 0
     document: dict[str, Any] = {"processor": processor(), "memory": memory()}
     try:
         document["libraries"] = libraries()
     except LeanStreamError as error:
         document["libraries_error"], status = error.to_dict(), error.exit_status
+    if status == 0:
+        document["gpus"] = gpus()
     if status == 0 and not args.no_drive:
         document["drive"] = drive(args, _common.note if not args.json else lambda _: None)
     document["advice"] = advice(document)
@@ -180,7 +184,15 @@ def summary(document: dict[str, Any]) -> str:
     ]
     if "drive" in document:
         lines += _drive_lines(document["drive"])
+    lines += [_gpu_line(gpu) for gpu in document.get("gpus", ())]
     return "\n".join([*lines, *(f"advice      {text}" for text in document["advice"])])
+
+
+def _gpu_line(gpu: dict[str, Any]) -> str:
+    shared = ", shares the machine's memory" if gpu["integrated"] else ""
+    sizes = f"{format_bytes(gpu['free_bytes'])} of {format_bytes(gpu['memory_bytes'])} free"
+    automatic = "--device-memory auto is what is free, less 5 % or 256 MiB"
+    return f"gpu         {gpu['description']} ({gpu['name']}), {sizes}{shared}; {automatic}"
 
 
 def _drive_lines(drive: dict[str, Any]) -> list[str]:

@@ -18,6 +18,7 @@ def add_parser(commands: Any) -> None:
     )
     _common.add_model(parser)
     _common.add_memory(parser)
+    _common.add_device(parser)
     _common.add_context(parser)
     _common.add_streaming(parser)
     parser.add_argument("--no-speed", action="store_true", help="do not time drive and processor")
@@ -29,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
     from .. import measure, planner
 
     budget, config = _common.budget(args), _common.stream_config(args)
-    wish = measure.ContextWish(args.ctx, args.batch, args.ubatch, args.threads, args.flash_attn)
-    with measure.measured(args.model, config, wish) as model:
+    wish = measure.ContextWish(args.ctx, args.batch, args.ubatch, args.threads, args.flash_attn, _common.gpu_layers(args))
+    with measure.measured(args.model, config, wish, _common.device_budget(args)) as model:
         document: dict[str, Any] = {
             "model": args.model,
             "arch": model.shape.arch,
@@ -40,10 +41,16 @@ def run(args: argparse.Namespace) -> int:
             "n_ubatch": model.sizes.n_ubatch,
             "n_threads": wish.threads,
             "flash_attn": args.flash_attn,
-            "asked": {"memory": str(budget), "cache": args.cache, "reason": _reason(budget.kind)},
+            "asked": {
+                "memory": str(budget),
+                "cache": args.cache,
+                "reason": _reason(budget.kind),
+                "device_memory": args.device_memory,
+                "gpu_layers": wish.n_gpu_layers,
+            },
             **model.plan(budget, config),
         }
-        if not args.no_speed:
+        if not args.no_speed and "device" not in document:  # what a device computes is not timed
             speeds = measure.measure_speeds(model.handle, config, wish.threads)
             document["speeds"] = speeds.to_dict()
             document["expected"] = _expected(planner, document, speeds, config.policy)
@@ -115,8 +122,23 @@ def summary(document: dict[str, Any]) -> str:
             f"  experts: {format_bytes(experts['capacity_bytes'])} of {format_bytes(experts['total_bytes'])} cached; "
             f"one token uses {format_bytes(experts['token_demand_bytes'])}"
         )
+    lines += _device_lines(document)
     lines += [f"  warning: {text}" for text in document.get("warnings", ())]
     return "\n".join([*lines, *_speed_lines(document)])
+
+
+def _device_lines(document: dict[str, Any]) -> list[str]:
+    """What goes to the device, or that there is none although one was asked for."""
+    if "device" not in document:
+        asked = document["asked"]["gpu_layers"] != 0
+        return ["  device: none that this build of llama.cpp can use; everything runs on the host"] if asked else []
+    device = document["device"]
+    return [
+        f"  device {device['name']}: budget {format_bytes(device['budget_bytes'])}, smallest "
+        f"{format_bytes(device['minimum_budget_bytes'])}, everything resident from {format_bytes(device['full_budget_bytes'])}",
+        f"    used {format_bytes(device['used_bytes'])}: {device['n_blocks_pinned']} of {device['n_blocks']} blocks pinned, "
+        f"{device['n_slots']} expert slots, {device['n_moe_layers_resident']} of {device['n_moe_layers']} layers with all experts",
+    ]
 
 
 def _speed_lines(document: dict[str, Any]) -> list[str]:

@@ -41,6 +41,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="sample from this much probability; default 0.95")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampler; default 0")
     _common.add_memory(parser)
+    _common.add_device(parser)
     _common.add_context(parser)
     _common.add_streaming(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="llama.cpp's log on standard error")
@@ -151,6 +152,8 @@ def load(args: argparse.Namespace) -> tuple[Llama, float]:
     llm = Llama(
         args.model,
         memory_budget=_common.budget(args),
+        device_budget=_common.device_budget(args),
+        n_gpu_layers=_common.gpu_layers(args),
         stream=_common.stream_config(args),
         n_threads=threads,
         n_threads_batch=threads,

@@ -275,6 +275,9 @@ LS_API ls_status ls_probe_reads(const char * path, uint64_t block_bytes, uint32_
 // 1 if this build can use io_uring and the running kernel allows it.
 LS_API int32_t ls_have_io_uring(void);
 
+// JSON: [{name, description, backend, integrated, memory_bytes, free_bytes}] of the GPUs that llama.cpp can use, in main_gpu's order.
+LS_API ls_status ls_devices_json(char ** out);
+
 // CRC-32C of each of n_rows consecutive rows of row_bytes: the checksums of lean files (docs/lean_format.md).
 LS_API ls_status ls_crc32c_rows(const void * data, uint64_t n_rows, uint64_t row_bytes, uint32_t * out);
 

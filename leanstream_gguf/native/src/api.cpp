@@ -292,6 +292,13 @@ int32_t ls_have_io_uring(void) {
     return uring_available();
 }
 
+ls_status ls_devices_json(char ** out) {
+    return guarded([&] {
+        char *& text = checked(out, "out");
+        text = copy_string(devices_json());
+    });
+}
+
 ls_status ls_crc32c_rows(const void * data, uint64_t n_rows, uint64_t row_bytes, uint32_t * out) {
     return guarded([&] {
         for (uint64_t i = 0; i < n_rows; ++i) {

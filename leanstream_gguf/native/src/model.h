@@ -58,6 +58,7 @@ void measure_session(const llama_context * ctx, const DeviceTier * device, Sessi
 
 // device_backend.cpp
 ggml_backend_t device_backend(const llama_context * ctx, ggml_backend_dev_t device);
+std::string devices_json(); // as ls_devices_json()
 ggml_backend_dev_t find_device(int32_t index); // nullptr: there is none; throws Error(LS_ERR_ARGUMENT) for a bad index
 
 std::string plan_json(ls_model & model, uint64_t budget_bytes, uint64_t cache_bytes, uint64_t baseline_bytes);
