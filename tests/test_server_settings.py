@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from leanstream_gguf import ArgumentError, StreamConfig, UnsupportedError
+from leanstream_gguf import ArgumentError, StreamConfig
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("native")]
 
@@ -189,8 +189,11 @@ def test_a_wrong_variable_is_refused_by_its_name(variable: str, value: str, monk
         parsed("-m", "a.gguf")
 
 
+def test_repack_is_a_setting_of_the_stream() -> None:
+    assert parsed("-m", "a.gguf", "--repack", "true")[1][0].stream_config().repack
+    assert not parsed("-m", "a.gguf")[1][0].stream_config().repack
+
+
 def test_values_that_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="repack"):
-        parsed("-m", "a.gguf", "--repack", "true")
     with pytest.raises(ArgumentError, match="not both"):
         parsed("-m", "a.gguf", "--config", str(Path(__file__).parent / "data" / "two_models.yaml"))

@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
     _common.add_context(parser)
     _common.add_streaming(parser)
     _common.add_json(parser)
-    parser.set_defaults(run=run, seed=0, verbose=False)
+    parser.set_defaults(run=run, seed=0, verbose=False, device_memory=None, gpu_layers=None)  # a device's needs are not traced
 
 
 def _tokens(llm: Any, args: argparse.Namespace) -> list[int]:
