@@ -204,7 +204,7 @@ LS_API ls_status ls_model_set_policy(ls_model * model, const char * name, const 
 LS_API ls_status ls_model_set_speculation(ls_model * model, uint32_t depth, uint32_t stages);
 
 // JSON: {depth, stages (null = found while running), lead (the farthest one read on now: 0 off, 1 one attention block, 2 one layer,
-//   3 two layers ahead), settled, token_ns:[by lead], least_p, ahead_limit, recall:[{lead, at_k, at_2k, n}]} of turns of one token:
+//   3 two layers ahead), settled, token_ns:[by lead], least_p, recall:[{lead, at_k, at_2k, n}]} of turns of one token:
 // share of the experts used that were among the k and 2k likeliest guesses, where k were used. For files with clusters of neurons also
 // neurons_least_p and neurons_recall:[{lead, at_k, at_2k, n, layers:[{layer, at_k, at_2k, n}]}], of a sample of such turns.
 LS_API ls_status ls_model_speculation_json(ls_model * model, char ** out);

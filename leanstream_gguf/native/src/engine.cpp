@@ -565,6 +565,7 @@ void Engine::reset_stats() {
     const ls_stats old = stats_;
     stats_ = {};
     spec_.counters = {};
+    std::fill(spec_.recall, spec_.recall + kLeads, Recall());
     ready_hits_.store(0);
     neurons->reset_counters();
     if (device_) {

@@ -16,14 +16,10 @@ struct NeuronGuess {
     FiringModel model;
 };
 
-struct NeuronRecall {
-    uint64_t n = 0, k = 0, k2 = 0; // neurons used; of those, among the k and 2k likeliest, where k are used
-};
-
 // One layer.
 struct NeuronsAhead {
     NeuronGuess guesses[kLeads];
-    NeuronRecall recall[kLeads];
+    Recall recall[kLeads];
     std::vector<uint32_t> waiting;  // units read ahead whose turn comes
     std::vector<uint32_t> hinted;   // units that a prediction makes worth more until then
     uint32_t n_turns = 0;           // of one token

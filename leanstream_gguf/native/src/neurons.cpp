@@ -39,8 +39,12 @@ bool NeuronStore::pin_locked(NeuronRun & run, const NeuronLayer & layer, uint32_
     pool.cache->pin(local);
     stamp_[unit] = stamp_now_;
     run.pinned.push_back(unit);
-    if (ahead_state_[unit] != Speculation::kNone) {
-        use_ahead_locked(unit);
+    if (pool.ahead->holds(local)) {
+        const bool late = state_[unit] != kReady;
+        pool.ahead->use(local, layer.shape->stride, late);
+        if (late) {
+            promote_locked(unit);
+        }
     }
     if (state_[unit] == kReady) {
         counters_.hits++;
@@ -390,7 +394,7 @@ void NeuronStore::reset_counters() {
     counters_ = {};
     ahead_counters_ = {};
     for (NeuronsAhead & a : ahead_) {
-        std::fill(a.recall, a.recall + kLeads, NeuronRecall());
+        std::fill(a.recall, a.recall + kLeads, Recall());
     }
 }
 

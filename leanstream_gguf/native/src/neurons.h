@@ -98,7 +98,7 @@ public:
     void list_trace_layers(std::vector<TraceLayer> & out) const;
     // nullptr: record no more. first_layer: of those in the trace
     void set_trace(std::shared_ptr<TraceWriter> trace, uint32_t first_layer);
-    SpeculationCounters ahead_counters() const;
+    AheadCounters ahead_counters() const;
     float least_p() const;
     // [{lead, at_k, at_2k, n, layers:[{layer, at_k, at_2k, n}]}]
     void write_recall(Json & j) const;
@@ -115,8 +115,8 @@ private:
     struct Pool {
         uint64_t slot_bytes;
         uint32_t first_unit, n_units;
-        std::unique_ptr<SlotCache> cache;
-        uint32_t n_waiting = 0; // units read ahead whose turn comes
+        std::unique_ptr<SlotCache> cache;   // of its units, counted from the first
+        std::unique_ptr<UnitsAhead> ahead;  // likewise
     };
     // One read: neighbouring clusters, through a buffer, because in memory they lie elsewhere and closer.
     struct Read {
@@ -156,7 +156,6 @@ private:
     void read_ahead_locked(uint32_t layer, uint8_t lead, const std::vector<float> & p);
     void rerank_locked(uint32_t layer, const std::vector<uint8_t> & unlikely, Priority priority);
     void forget_read_locked(const Read & read);
-    void use_ahead_locked(uint32_t unit);
     void promote_locked(uint32_t unit);
     void hint_locked(uint32_t unit, float p);
     uint64_t tag_of(uint32_t buffer) const { return tag_bits_ | uint64_t(buffer) << 8; }
@@ -206,8 +205,7 @@ private:
 
     std::vector<Decider>      deciders_;     // [layer]
     std::vector<NeuronsAhead> ahead_;        // [layer]
-    std::vector<uint8_t>      ahead_state_;  // by unit: Speculation::State
-    SpeculationCounters       ahead_counters_;
+    AheadCounters             ahead_counters_;
     WasteLimit                waste_;
     std::vector<float>        p_, ranks_;    // scratch
     std::vector<uint8_t>      marks_;        // scratch

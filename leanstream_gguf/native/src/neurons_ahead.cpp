@@ -114,10 +114,8 @@ void NeuronStore::end_turn_locked(uint32_t layer) {
         marks_.assign(layers_[layer].shape->n_clusters, 1);
         rerank_locked(layer, marks_, Priority::speculative);
         for (uint32_t unit : a.waiting) {
-            if (ahead_state_[unit] == Speculation::kWaiting) {
-                ahead_state_[unit] = Speculation::kPassed;
-                pool.n_waiting--;
-                pool.cache->spare(unit - pool.first_unit, false);
+            if (pool.ahead->waiting(unit - pool.first_unit)) {
+                pool.ahead->pass(unit - pool.first_unit);
             }
         }
         a.waiting.clear();
@@ -128,36 +126,12 @@ void NeuronStore::end_turn_locked(uint32_t layer) {
     a.hinted.clear();
 }
 
-// A run needs a unit that was read ahead.
-void NeuronStore::use_ahead_locked(uint32_t unit) {
-    const NeuronLayer & l = layers_[layer_of_unit_[unit]];
-    Pool & pool = pools_[l.pool];
-    pool.n_waiting -= ahead_state_[unit] == Speculation::kWaiting;
-    ahead_state_[unit] = Speculation::kNone;
-    pool.cache->spare(unit - pool.first_unit, false);
-    ahead_counters_.n_used++;
-    ahead_counters_.used_bytes += l.shape->stride;
-    waste_.judge(0, l.shape->stride);
-    if (state_[unit] != kReady) {
-        ahead_counters_.n_late++;
-        promote_locked(unit);
-    }
-}
-
 void NeuronStore::note_evicted_locked(Pool & pool, const std::vector<uint32_t> & evicted) {
     for (uint32_t u : evicted) {
         const uint32_t unit = pool.first_unit + u;
         n_ready_ -= state_[unit] == kReady;
         state_[unit] = kAbsent;
-        if (ahead_state_[unit] != Speculation::kNone) {
-            const uint64_t n_bytes = layers_[layer_of_unit_[unit]].shape->stride;
-            pool.n_waiting -= ahead_state_[unit] == Speculation::kWaiting;
-            ahead_state_[unit] = Speculation::kNone;
-            pool.cache->spare(u, false);
-            ahead_counters_.n_wasted++;
-            ahead_counters_.wasted_bytes += n_bytes;
-            waste_.judge(n_bytes, 0);
-        }
+        pool.ahead->evicted(u, layers_[layer_of_unit_[unit]].shape->stride);
     }
     counters_.evictions += evicted.size();
 }
@@ -181,7 +155,7 @@ void NeuronStore::read_ahead_locked(uint32_t layer, uint8_t lead, const std::vec
         const auto first = p.begin() + std::ptrdiff_t(c * k), last = p.begin() + std::ptrdiff_t(std::min(uint32_t(p.size()), (c + 1) * k));
         const float likely = *std::max_element(first, last);
         const uint32_t unit = l.first_unit + c;
-        if (ahead_state_[unit] == Speculation::kWaiting) {
+        if (pool.ahead->waiting(unit - pool.first_unit)) {
             marks_[c] = likely < 0.5f * waste_.least_p;
         } else if (likely >= waste_.least_p && state_[unit] == kAbsent) {
             wanted.push_back({ likely, unit });
@@ -201,21 +175,17 @@ void NeuronStore::read_ahead_locked(uint32_t layer, uint8_t lead, const std::vec
         }
         hint_locked(unit, likely);
         std::vector<uint32_t> evicted;
-        const bool room = pool.n_waiting < n_slots / 4 && pool.cache->admit_ahead(local, evicted);
+        const bool room = pool.ahead->n_waiting() < n_slots / 4 && pool.cache->admit_ahead(local, evicted);
         note_evicted_locked(pool, evicted);
         if (!room) {
             break;
         }
-        pool.cache->spare(local, true);
+        pool.ahead->begin(local, l.shape->stride);
         pool.cache->pin(local); // until the read is done
-        pool.n_waiting++;
         state_[unit] = kLoading;
-        ahead_state_[unit] = Speculation::kWaiting;
         a.waiting.push_back(unit);
         missing.push_back(unit);
     }
-    ahead_counters_.n_ahead += missing.size();
-    ahead_counters_.ahead_bytes += missing.size() * l.shape->stride;
     start_reads_locked(missing, priority);
 }
 
@@ -266,25 +236,19 @@ void NeuronStore::rerank_locked(uint32_t layer, const std::vector<uint8_t> & unl
 
 // None of it has been read: as if it had never been asked for.
 void NeuronStore::forget_read_locked(const Read & read) {
-    const uint64_t n_bytes = read.units.size() * layers_[read.layer].shape->stride;
     Pool & pool = pools_[layers_[read.layer].pool];
     for (uint32_t unit : read.units) {
         const uint32_t local = unit - pool.first_unit;
-        pool.n_waiting -= ahead_state_[unit] == Speculation::kWaiting;
-        ahead_state_[unit] = Speculation::kNone;
+        pool.ahead->withdraw_bytes(layers_[read.layer].shape->stride);
+        pool.ahead->forget(local);
         state_[unit] = kAbsent;
-        pool.cache->spare(local, false);
         pool.cache->unpin(local);
         if (!pool.cache->pinned(local)) {
             pool.cache->evict(local);
         }
     }
     n_loading_ -= uint32_t(read.units.size());
-    counters_.needed_bytes          -= n_bytes;
-    ahead_counters_.n_ahead         -= read.units.size();
-    ahead_counters_.ahead_bytes     -= n_bytes;
-    ahead_counters_.n_cancelled     += read.units.size();
-    ahead_counters_.cancelled_bytes += n_bytes;
+    counters_.needed_bytes -= read.units.size() * layers_[read.layer].shape->stride;
 }
 
 // A run waits for it now.
@@ -344,7 +308,7 @@ void NeuronStore::trace_need_locked(const NeuronRun & run, int64_t n_tokens) {
     std::vector<Arrival> arrival;
     for (uint32_t c : used) {
         const uint32_t unit = l.first_unit + c;
-        const bool ahead = ahead_state_[unit] != Speculation::kNone;
+        const bool ahead = pools_[l.pool].ahead->holds(unit - pools_[l.pool].first_unit);
         arrival.push_back(state_[unit] == kReady ? (ahead ? Arrival::ahead : Arrival::hit) : ahead ? Arrival::late : Arrival::missed);
     }
     const bool pass = n_tokens > 1 && used.size() > l.shape->n_clusters / 2;
@@ -353,7 +317,7 @@ void NeuronStore::trace_need_locked(const NeuronRun & run, int64_t n_tokens) {
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
-SpeculationCounters NeuronStore::ahead_counters() const {
+AheadCounters NeuronStore::ahead_counters() const {
     Lock lock(mutex_);
     return ahead_counters_;
 }
@@ -365,14 +329,9 @@ float NeuronStore::least_p() const {
 
 void NeuronStore::write_recall(Json & j) const {
     Lock lock(mutex_);
-    const auto write = [&](const NeuronRecall & r) {
-        j.key("at_k").number(double(r.k) / double(r.n));
-        j.key("at_2k").number(double(r.k2) / double(r.n));
-        j.key("n").number(r.n);
-    };
     auto list = j.array();
     for (uint32_t lead = 1; lead < kLeads; ++lead) {
-        NeuronRecall all;
+        Recall all;
         for (const NeuronsAhead & a : ahead_) {
             all.n  += a.recall[lead].n;
             all.k  += a.recall[lead].k;
@@ -383,14 +342,14 @@ void NeuronStore::write_recall(Json & j) const {
         }
         auto o = j.object();
         j.key("lead").number(lead);
-        write(all);
+        all.write(j);
         j.key("layers");
         auto layers = j.array();
         for (size_t l = 0; l < ahead_.size(); ++l) {
             if (ahead_[l].recall[lead].n > 0) {
                 auto layer = j.object();
                 j.key("layer").number(layers_[l].shape->block);
-                write(ahead_[l].recall[lead]);
+                ahead_[l].recall[lead].write(j);
             }
         }
     }

@@ -234,7 +234,6 @@ void NeuronStore::load() {
     verified_.assign(n_units, 0);
     waiting_.assign(n_units, 0);
     stamp_.assign(n_units, 0);
-    ahead_state_.assign(n_units, Speculation::kNone);
     runs_.assign(kMaxRuns, nullptr);
     buffers_ = AddressSpace(kBuffers * buffer_bytes_);
     buffers_.commit(buffers_.base(), buffers_.size());
@@ -244,6 +243,7 @@ void NeuronStore::load() {
     }
     for (Pool & p : pools_) {
         p.cache = std::make_unique<SlotCache>(p.n_units, p.slot_bytes);
+        p.ahead = std::make_unique<UnitsAhead>(*p.cache, ahead_counters_, waste_);
     }
 }
 

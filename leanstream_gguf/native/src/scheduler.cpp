@@ -124,16 +124,6 @@ bool Scheduler::withdraw(uint64_t tag, uint32_t n) {
     return true;
 }
 
-void Scheduler::limit_ahead(uint32_t n) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    ahead_limit_ = std::max(1u, n);
-}
-
-uint32_t Scheduler::ahead_limit() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return ahead_limit_;
-}
-
 void Scheduler::drain() {
     std::unique_lock<std::mutex> lock(mutex_);
     idle_.wait(lock, [this] { return (queue_.empty() && in_flight_ == 0) || stop_; });
@@ -169,7 +159,7 @@ bool Scheduler::can_pop_locked() const {
         return false;
     }
     const Priority p = queue_.begin()->first.first;
-    return !is_ahead(p) || (ahead_in_flight_ < ahead_limit_ && (p == Priority::refined || demand_in_flight_ == 0));
+    return !is_ahead(p) || (ahead_in_flight_ < kAheadInFlight && (p == Priority::refined || demand_in_flight_ == 0));
 }
 
 void Scheduler::pop_locked(ReadRequest & out) {

@@ -64,9 +64,6 @@ public:
     void promote(uint64_t tag, Priority priority);
     // take the n requests of this tag out of the queue; false, and nothing changes, if one has left it already
     bool withdraw(uint64_t tag, uint32_t n);
-    // reads ahead of a choice that may be in flight at once
-    void limit_ahead(uint32_t n);
-    uint32_t ahead_limit() const;
     // wait until nothing is queued or in flight
     void drain();
     // drop what is queued, wait for what is in flight; the sink is not told of what was dropped
@@ -84,6 +81,8 @@ public:
     void set_wake(void (*wake)(void *), void * argument);
 
 private:
+    static constexpr uint32_t kAheadInFlight = 8; // reads ahead of a choice at once; a limit in bytes made no difference
+
     bool can_pop_locked() const;
     void pop_locked(ReadRequest & out);
     void run_pread();
@@ -95,7 +94,6 @@ private:
     uint64_t   next_ = 0;
     uint32_t   in_flight_ = 0;
     uint32_t   demand_in_flight_ = 0, ahead_in_flight_ = 0; // of those
-    uint32_t   ahead_limit_ = 8;
     uint64_t   busy_since_ns_ = 0;
     IoCounters counters_;
     bool       stop_ = false;

@@ -14,9 +14,6 @@ namespace ls {
 
 namespace {
 
-constexpr float kLowestP = 0.35f, kHighestP = 0.95f;
-constexpr double kWasteAimed = 0.10;  // of the bytes read
-
 // Nodes of farther leads are left out, with the barrier behind them: where nothing is read ahead, guessing costs nothing.
 void switch_guesses(const ggml_cgraph * graph, uint8_t farthest, const SpeculationSettings & settings) {
     for (int i = 0; i < graph->n_nodes; ++i) {
@@ -33,40 +30,19 @@ void switch_guesses(const ggml_cgraph * graph, uint8_t farthest, const Speculati
 
 } // namespace
 
-void WasteLimit::judge(uint64_t wasted_bytes, uint64_t read_bytes) {
-    recent_wasted += double(wasted_bytes);
-    recent_read   += double(read_bytes);
-    if (recent_read > recent_limit) {
-        recent_wasted *= 0.5;
-        recent_read   *= 0.5;
-    }
-    if (recent_read > 0) {
-        const bool too_much = recent_wasted > kWasteAimed * recent_read;
-        least_p = std::min(kHighestP, std::max(kLowestP, least_p + (too_much ? step : -0.3f * step)));
-    }
+void Recall::write(Json & j) const {
+    j.key("at_k").number(double(k) / double(n));
+    j.key("at_2k").number(double(k2) / double(n));
+    j.key("n").number(n);
 }
 
-void SpeculationCounters::add_to(ls_stats & out) const {
-    out.n_ahead               += n_ahead;
-    out.n_ahead_used          += n_used;
-    out.n_ahead_late          += n_late;
-    out.n_ahead_wasted        += n_wasted;
-    out.n_ahead_cancelled     += n_cancelled;
-    out.ahead_bytes           += ahead_bytes;
-    out.ahead_used_bytes      += used_bytes;
-    out.ahead_wasted_bytes    += wasted_bytes;
-    out.ahead_cancelled_bytes += cancelled_bytes;
-}
-
-static void write_recall(Json & j, const SpeculationCounters & c) {
+static void write_recall(Json & j, const Recall (& recall)[kLeads]) {
     auto list = j.array();
     for (uint32_t lead = 1; lead < kLeads; ++lead) {
-        if (c.recall_n[lead] > 0) {
+        if (recall[lead].n > 0) {
             auto o = j.object();
             j.key("lead").number(lead);
-            j.key("at_k").number(double(c.recall_k[lead]) / double(c.recall_n[lead]));
-            j.key("at_2k").number(double(c.recall_2k[lead]) / double(c.recall_n[lead]));
-            j.key("n").number(c.recall_n[lead]);
+            recall[lead].write(j);
         }
     }
 }
@@ -88,7 +64,6 @@ std::string Engine::speculation_json() const {
         j.key("lead").number(uint32_t(is_auto ? spec_.flow.best() : spec_.settings.farthest()));
         j.key("settled").boolean(!is_auto || spec_.flow.settled());
         j.key("least_p").number(double(spec_.waste.least_p));
-        j.key("ahead_limit").number(scheduler_->ahead_limit());
         j.key("token_ns");
         {
             auto list = j.array();
@@ -97,7 +72,7 @@ std::string Engine::speculation_json() const {
             }
         }
         j.key("recall");
-        write_recall(j, spec_.counters);
+        write_recall(j, spec_.recall);
         if (!neurons->empty()) {
             j.key("neurons_least_p").number(double(neurons->least_p()));
             j.key("neurons_recall");
@@ -125,7 +100,7 @@ void Engine::prepare_speculation_locked() {
     for (size_t i = 0; i < spec_.guesses.size(); ++i) {
         spec_.guesses[i].calibration.reset(weights.moe_layers[i / kLeads].n_experts);
     }
-    spec_.state.assign(layer_of_unit_.size(), Speculation::kNone);
+    spec_.ahead = std::make_unique<UnitsAhead>(*cache_, spec_.counters, spec_.waste);
     spec_.flow.reset(spec_.settings.farthest());
 }
 
@@ -231,7 +206,7 @@ void Engine::read_ahead_guessed_locked(uint32_t layer, uint8_t lead, const std::
     std::vector<uint32_t> order;
     for (uint32_t e = 0; e < l.n_experts; ++e) {
         const uint32_t unit = l.first_unit + e;
-        if (spec_.state[unit] == Speculation::kWaiting) {
+        if (spec_.ahead->waiting(unit)) {
             n_waiting++;
             if (p[e] < 0.5f * spec_.waste.least_p) {
                 n_waiting -= cancel_ahead_locked(layer, e);
@@ -250,14 +225,11 @@ void Engine::read_ahead_guessed_locked(uint32_t layer, uint8_t lead, const std::
             break;
         }
         n_waiting++;
-        spec_.state[unit] = Speculation::kWaiting;
-        cache_->spare(unit, true);
         const uint64_t before = stats_.needed_bytes;
         for (uint32_t part = 0; part < l.parts.size(); ++part) {
             start_part_locked(layer, e, part, priority, requests);
         }
-        spec_.counters.n_ahead++;
-        spec_.counters.ahead_bytes += stats_.needed_bytes - before;
+        spec_.ahead->begin(unit, stats_.needed_bytes - before);
     }
     scheduler_->submit(requests);
 }
@@ -272,14 +244,7 @@ bool Engine::admit_ahead_locked(uint32_t unit) {
 void Engine::note_evicted_locked(const std::vector<uint32_t> & evicted) {
     for (uint32_t u : evicted) {
         drop_parts_locked(u);
-        if (spec_.state[u] != Speculation::kNone) {
-            const uint64_t n_bytes = unit_part_bytes(u);
-            spec_.state[u] = Speculation::kNone;
-            cache_->spare(u, false);
-            spec_.counters.n_wasted++;
-            spec_.counters.wasted_bytes += n_bytes;
-            spec_.waste.judge(n_bytes, 0);
-        }
+        spec_.ahead->evicted(u, unit_part_bytes(u));
     }
     stats_.n_evictions += evicted.size();
 }
@@ -311,9 +276,8 @@ void Engine::promote_unit_locked(uint32_t layer, uint32_t expert, Priority prior
 
 // The read of a part, or of the whole record, was withdrawn.
 void Engine::note_withdrawn_locked(uint32_t unit, uint64_t n_bytes) {
-    stats_.needed_bytes              -= n_bytes;
-    spec_.counters.ahead_bytes       -= n_bytes;
-    spec_.counters.cancelled_bytes   += n_bytes;
+    stats_.needed_bytes -= n_bytes;
+    spec_.ahead->withdraw_bytes(n_bytes);
     cache_->unpin(unit);
 }
 
@@ -344,17 +308,14 @@ bool Engine::cancel_ahead_locked(uint32_t layer, uint32_t expert) {
     if (cache_->pinned(unit)) {
         return false;
     }
-    spec_.state[unit] = Speculation::kNone;
-    cache_->spare(unit, false);
+    spec_.ahead->forget(unit);
     cache_->evict(unit);
-    spec_.counters.n_ahead--;
-    spec_.counters.n_cancelled++;
     return true;
 }
 
 // How a unit's use finds it. Before the run pins or starts anything.
 Arrival Engine::arrival_locked(uint32_t unit, uint32_t n_parts) const {
-    const bool ahead = spec_.state[unit] != Speculation::kNone;
+    const bool ahead = spec_.ahead->holds(unit);
     const bool whole = whole_unit_locked(unit, n_parts);
     return whole ? (ahead ? Arrival::ahead : Arrival::hit) : ahead && cache_->resident(unit) ? Arrival::late : Arrival::missed;
 }
@@ -386,22 +347,16 @@ void Engine::chosen_locked(Session & session, const MoeRun & run, const float * 
     }
     learn_guesses_locked(session, run.layer, used);
     for (uint32_t u = l.first_unit; u < l.first_unit + l.n_experts; ++u) {
-        if (spec_.state[u] == Speculation::kWaiting) { // its turn has come and it was not chosen
-            spec_.state[u] = Speculation::kPassed;
-            cache_->spare(u, false);
+        if (spec_.ahead->waiting(u)) { // its turn has come and it was not chosen
+            spec_.ahead->pass(u);
         }
     }
 }
 
 void Engine::settle_use_locked(uint32_t unit, Arrival arrival) {
     const uint64_t n_bytes = unit_part_bytes(unit);
-    if (spec_.state[unit] != Speculation::kNone) {
-        spec_.state[unit] = Speculation::kNone;
-        cache_->spare(unit, false);
-        spec_.counters.n_used++;
-        spec_.counters.n_late += arrival == Arrival::late;
-        spec_.counters.used_bytes += n_bytes;
-        spec_.waste.judge(0, n_bytes);
+    if (spec_.ahead->holds(unit)) {
+        spec_.ahead->use(unit, n_bytes, arrival == Arrival::late);
     } else if (arrival == Arrival::missed) {
         spec_.waste.judge_demand(n_bytes);
     }
@@ -425,10 +380,10 @@ void Engine::learn_guesses_locked(Session & session, uint32_t layer, const std::
         std::partial_sort(order.begin(), order.begin() + std::min<size_t>(n, 2 * k), order.end(),
             [&](uint32_t a, uint32_t b) { return g.p[a] > g.p[b]; });
         for (size_t i = 0; i < std::min<size_t>(n, 2 * k); ++i) {
-            spec_.counters.recall_k[lead]  += i < k && is_used[order[i]];
-            spec_.counters.recall_2k[lead] += is_used[order[i]];
+            spec_.recall[lead].k  += i < k && is_used[order[i]];
+            spec_.recall[lead].k2 += is_used[order[i]];
         }
-        spec_.counters.recall_n[lead] += k;
+        spec_.recall[lead].n += k;
         g.calibration.learn(g.margin, g.p, is_used);
     }
 }

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "flow.h"
-#include "leanstream.h"
 #include "predictor.h"
+#include "units_ahead.h"
 
 #include <atomic>
 #include <cstdint>
@@ -13,6 +13,7 @@
 
 namespace ls {
 
+class Json;
 struct Session;
 class TraceWriter;
 
@@ -34,30 +35,6 @@ struct SpeculationSettings {
     uint8_t farthest() const { return depth == 0 ? 0 : depth == kAuto ? uint8_t(kLeadLayers) : uint8_t(depth + 1); }
 };
 
-struct SpeculationCounters {
-    uint64_t n_ahead = 0;        // units read ahead
-    uint64_t n_used = 0;         // of those, used before they were given up
-    uint64_t n_late = 0;         // of the used ones, not in memory yet when they were needed
-    uint64_t n_wasted = 0;       // given up unused
-    uint64_t n_cancelled = 0;    // dropped before a byte was read
-    uint64_t ahead_bytes = 0, used_bytes = 0, wasted_bytes = 0, cancelled_bytes = 0;
-    // of turns of one token: units used, and how many of them were among the k and 2k likeliest
-    uint64_t recall_n[kLeads] = {}, recall_k[kLeads] = {}, recall_2k[kLeads] = {};
-
-    void add_to(ls_stats & out) const;
-};
-
-// Guesses below a bound of probability are not read: fewer, surer ones while too much of what is read is wasted, more while little is.
-struct WasteLimit {
-    float  least_p = 0.6f;
-    float  step = 0.01f;           // of the bound, for a unit wasted or used
-    double recent_limit = 256e6;   // bytes; then they count half
-    double recent_wasted = 0, recent_read = 0;
-
-    void judge(uint64_t wasted_bytes, uint64_t read_bytes);
-    void judge_demand(uint64_t read_bytes) { recent_read += double(read_bytes); }
-};
-
 // The last guess about a layer at a lead, until the layer has chosen.
 struct Guess {
     const Session * of = nullptr; // nullptr: none open
@@ -65,16 +42,22 @@ struct Guess {
     Calibration calibration;
 };
 
-struct Speculation {
-    enum State : uint8_t { kNone = 0, kWaiting = 1, kPassed = 2 }; // its turn comes; its turn came without a use
+// Units used in turns of one token, and how many of them were among the k and 2k likeliest, where k are used.
+struct Recall {
+    uint64_t n = 0, k = 0, k2 = 0;
 
+    void write(Json & j) const; // keys at_k, at_2k, n
+};
+
+struct Speculation {
     SpeculationSettings settings;
     std::vector<Router> routers;             // [layer]
     std::vector<Guess>  guesses;             // [layer * kLeads + lead]
-    std::vector<uint8_t> state;              // [unit] State of units read ahead and not used yet
-    SpeculationCounters counters;
+    Recall              recall[kLeads];
+    AheadCounters       counters;
+    WasteLimit          waste;
+    std::unique_ptr<UnitsAhead> ahead;       // over all units
     FlowControl flow;
-    WasteLimit waste;
     std::shared_ptr<TraceWriter> trace;      // shared with the neuron store
     std::atomic<bool> tracing{false};        // trace is set
 
