@@ -1,6 +1,7 @@
 #include "flow.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace ls {
 
@@ -12,36 +13,51 @@ void FlowControl::reset(uint8_t farthest) {
 
 uint8_t FlowControl::next() {
     const uint64_t t = n_tokens_++;
-    const uint32_t n = farthest_ + 1u;
-    if (t < uint64_t(kTrials) * n) {
-        return uint8_t(t % n);
-    }
-    if (n > 1 && t % kRetryEvery == 0) {
-        uint8_t choice = 0; // every second time whether it pays at all
-        if (best_ == 0 || t / kRetryEvery % 2 == 0) {
-            choice = retry_ = uint8_t((retry_ + 1) % n);
+    uint8_t choice = best_;
+    if (!settled()) {
+        choice = uint8_t(t % (farthest_ + 1u));
+    } else {
+        for (uint8_t c = 0; c <= farthest_ && choice == best_; ++c) {
+            choice = due(c) ? c : choice;
         }
-        if (choice != best_) { // what it took long ago, perhaps with a cold cache, soon counts no more
-            n_measured_[choice] = std::min(n_measured_[choice], 2u);
-        }
-        return choice;
     }
-    return best_;
+    return choice;
+}
+
+// The slower a choice was, the more seldom it is tried, so that all trials together cost little; close rivals are told apart soon.
+bool FlowControl::due(uint8_t choice) const {
+    const Choice & c = choices_[choice];
+    if (choice == best_) {
+        return false;
+    }
+    const double slower = std::max(0.0, c.ratio / choices_[best_].ratio - 1.0);
+    const double wait = std::min(double(kLatest), std::max(double(kSoonest), slower / kTrialCost));
+    return n_tokens_ - c.last >= (c.again ? kSoonest / 2 : uint64_t(wait));
 }
 
 void FlowControl::measured(uint8_t choice, uint64_t ns) {
-    const uint32_t n = ++n_measured_[choice];
-    const double before = mean_ns_[choice];
-    // one token that the machine held up says nothing
-    const double value = n > 2 ? std::min(double(ns), 2.0 * before) : double(ns);
-    mean_ns_[choice] = before + (value - before) / std::min(n, 24u);
+    if (n_tokens_ <= kCold) {
+        return;
+    }
+    pace_ns_ = pace_ns_ > 0 ? pace_ns_ : double(ns);
+    Choice & c = choices_[choice];
+    // one token that the machine held up says little
+    const double ratio = std::min(2.0, std::max(0.5, double(ns) / pace_ns_));
+    const bool surprise = settled() && choice != best_ && std::abs(ratio - c.ratio) > kSurprise * c.ratio;
+    c.again = surprise && !c.again;
+    // what it took long ago counts little
+    const uint64_t gap = std::max<uint64_t>(1, n_tokens_ - c.last);
+    c.n = std::min({ c.n, kWindow, uint32_t(1 + 8 * kWindow / gap) }) + 1;
+    c.ratio += (ratio - c.ratio) / std::min(c.n, kWindow);
+    c.last = n_tokens_;
+    pace_ns_ += (double(ns) / c.ratio - pace_ns_) / 8;
     choose();
 }
 
 void FlowControl::choose() {
     uint8_t best = 0;
     for (uint8_t c = 1; c <= farthest_; ++c) {
-        if (n_measured_[c] > 0 && n_measured_[best] > 0 && mean_ns_[c] < kWorthIt * mean_ns_[best]) {
+        if (choices_[c].n > 0 && choices_[best].n > 0 && choices_[c].ratio < kWorthIt * choices_[best].ratio) {
             best = c;
         }
     }

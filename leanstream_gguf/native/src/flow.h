@@ -1,5 +1,6 @@
 // How far to look ahead, from the times of the tokens themselves: each choice is tried for a few tokens at the start and now and
-// then later, and the fastest is kept. Needs no profile, and notices when reading ahead stops paying.
+// then later, and the fastest is kept. Needs no profile, and notices when reading ahead stops paying. What a token takes changes with
+// the cache's warmth and the drive's load, so a choice's time is kept as a ratio to the tokens around it.
 #pragma once
 
 #include <cstdint>
@@ -18,22 +19,34 @@ public:
     void measured(uint8_t choice, uint64_t ns);
 
     uint8_t best() const { return best_; }
-    bool settled() const { return n_tokens_ >= uint64_t(kTrials) * (farthest_ + 1); }
-    double mean_ns(uint8_t choice) const { return mean_ns_[choice]; }
+    bool settled() const { return n_tokens_ >= kCold + uint64_t(kTrials) * (farthest_ + 1); }
+    // by the pace of the last tokens; 0 = not measured
+    double mean_ns(uint8_t choice) const { return choices_[choice].n == 0 ? 0 : choices_[choice].ratio * pace_ns_; }
 
 private:
-    static constexpr uint32_t kTrials = 6;      // tokens of each choice at the start: 24 in all
-    static constexpr uint32_t kRetryEvery = 48; // tokens between two trials of another choice
-    static constexpr double kWorthIt = 0.99;    // a farther choice must save this much
+    static constexpr uint32_t kCold = 2;         // first tokens, that nothing is learnt from
+    static constexpr uint32_t kTrials = 6;       // tokens of each choice at the start
+    static constexpr uint32_t kWindow = 24;      // tokens that a choice's ratio is averaged over
+    static constexpr double kWorthIt = 0.99;     // a farther choice must save this much
+    static constexpr double kTrialCost = 0.003;  // of all time, that trying a slower choice may take
+    static constexpr uint32_t kSoonest = 8, kLatest = 128; // tokens between two trials of a choice
+    static constexpr double kSurprise = 0.25;    // a trial so far from what was expected is repeated soon
 
+    struct Choice {
+        double   ratio = 1;     // of its time to the pace
+        uint32_t n = 0;         // measured
+        uint64_t last = 0;      // token
+        bool     again = false; // its last trial was a surprise
+    };
+
+    bool due(uint8_t choice) const;
     void choose();
 
     uint8_t  farthest_ = 0;
     uint8_t  best_ = 0;
-    uint8_t  retry_ = 0;
     uint64_t n_tokens_ = 0;
-    uint32_t n_measured_[kChoices] = {};
-    double   mean_ns_[kChoices] = {};
+    double   pace_ns_ = 0;      // of a token whose choice has ratio 1, over the last few
+    Choice   choices_[kChoices];
 };
 
 } // namespace ls
