@@ -1,7 +1,6 @@
 #include "flow.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace ls {
 
@@ -43,7 +42,7 @@ void FlowControl::measured(uint8_t choice, uint64_t ns) {
     Choice & c = choices_[choice];
     // one token that the machine held up says little
     const double ratio = std::min(2.0, std::max(0.5, double(ns) / pace_ns_));
-    const bool surprise = settled() && choice != best_ && std::abs(ratio - c.ratio) > kSurprise * c.ratio;
+    const bool surprise = settled() && choice != best_ && ratio < (1.0 - kSurprise) * c.ratio;
     c.again = surprise && !c.again;
     // what it took long ago counts little
     const uint64_t gap = std::max<uint64_t>(1, n_tokens_ - c.last);

@@ -29,8 +29,8 @@ private:
     static constexpr uint32_t kWindow = 24;      // tokens that a choice's ratio is averaged over
     static constexpr double kWorthIt = 0.99;     // a farther choice must save this much
     static constexpr double kTrialCost = 0.003;  // of all time, that trying a slower choice may take
-    static constexpr uint32_t kSoonest = 8, kLatest = 128; // tokens between two trials of a choice
-    static constexpr double kSurprise = 0.25;    // a trial so far from what was expected is repeated soon
+    static constexpr uint32_t kSoonest = 8, kLatest = 192; // tokens between two trials of a choice
+    static constexpr double kSurprise = 0.25;    // a trial so much faster than expected is repeated soon
 
     struct Choice {
         double   ratio = 1;     // of its time to the pace
