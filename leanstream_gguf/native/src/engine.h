@@ -176,7 +176,10 @@ private:
     void reconfigure_locked(Lock & lock, const Plan & plan);
     void check_kept_locked(const std::vector<bool> & kept, const Plan & plan) const;
 
-    void point_at_zeros_locked(uint32_t g);
+    void use_zeros_locked(Session & session, uint32_t g);
+    bool zeros_in_use_locked(uint32_t g) const { return group_zeroed_[g] && group_pins_[g] > 0; } // by a context that failed
+    void hold_group_locked(Session & session, uint32_t g);
+    uint8_t * member_memory(uint32_t g, int32_t slot, size_t i) const;
     void place_group(uint32_t g, int32_t slot);
     std::vector<ReadRequest> start_group_locked(uint32_t g, Priority priority); // the caller submits
     void submit_group_locked(uint32_t g, Priority priority);

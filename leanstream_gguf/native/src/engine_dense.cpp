@@ -84,24 +84,32 @@ void Engine::prefer_large_pages_locked(const Plan & plan) {
     }
 }
 
-// Point the members at the slot's memory, or at home for slot -1.
-void Engine::place_group(uint32_t g, int32_t slot) {
+// Where the group's member i lies in the slot, or at home for slot -1.
+uint8_t * Engine::member_memory(uint32_t g, int32_t slot, size_t i) const {
     const DenseGroup & group = weights.groups[g];
-    uint8_t * base = slot < 0 ? nullptr : ring_.space.base() + uint64_t(slot) * weights.largest_group_bytes();
+    const Weight & w = *group.members[i];
+    return slot < 0 ? w.home
+                    : ring_.space.base() + uint64_t(slot) * weights.largest_group_bytes() + group.slot_offset[i] + w.entry->offset % page_size();
+}
+
+void Engine::place_group(uint32_t g, int32_t slot) {
     group_zeroed_[g] = false;
-    for (size_t i = 0; i < group.members.size(); ++i) {
-        const Weight & w = *group.members[i];
-        w.tensor->data = base ? base + group.slot_offset[i] + w.entry->offset % page_size() : w.home;
+    for (size_t i = 0; i < weights.groups[g].members.size(); ++i) {
+        weights.groups[g].members[i]->tensor->data = member_memory(g, slot, i);
     }
 }
 
 std::vector<ReadRequest> Engine::start_group_locked(uint32_t g, Priority priority) {
-    place_group(g, group_slot_[g]);
+    if (!zeros_in_use_locked(g)) { // else acquire_group() places it
+        place_group(g, group_slot_[g]);
+    }
     std::vector<ReadRequest> requests;
-    for (const Weight * w : weights.groups[g].members) {
-        add_requests(requests, *devices_[w->entry->shard], w->entry->offset, w->entry->n_bytes, (uint8_t *) w->tensor->data,
-            options_.chunk_bytes, priority, tag(kGroup, g));
-        stats_.needed_bytes += w->entry->n_bytes;
+    const std::vector<Weight *> & members = weights.groups[g].members;
+    for (size_t i = 0; i < members.size(); ++i) {
+        const IndexEntry & e = *members[i]->entry;
+        add_requests(requests, *devices_[e.shard], e.offset, e.n_bytes, member_memory(g, group_slot_[g], i), options_.chunk_bytes, priority,
+            tag(kGroup, g));
+        stats_.needed_bytes += e.n_bytes;
     }
     group_pending_[g] = uint32_t(requests.size());
     group_state_[g].store(uint8_t(Load::loading));
@@ -164,23 +172,28 @@ void Engine::readahead_locked(uint32_t from) {
 }
 
 // A graph goes on after a failed read, and what it computes reaches the KV cache before the micro-batch is removed: it must be
-// finite. Never-written memory reads as zeros and costs nothing.
-void Engine::point_at_zeros_locked(uint32_t g) {
-    if (group_pins_[g] > 0) {
-        return; // in use by another context, so in memory
+// finite. Never-written memory reads as zeros and costs nothing. A group that another context uses is in memory, or zeros already.
+void Engine::use_zeros_locked(Session & session, uint32_t g) {
+    if (group_pins_[g] == 0) {
+        group_zeroed_[g] = true;
+        const DenseGroup & group = weights.groups[g];
+        for (size_t i = 0; i < group.members.size(); ++i) {
+            group.members[i]->tensor->data = zeros_.base() + group.slot_offset[i] + group.members[i]->entry->offset % page_size();
+        }
     }
-    group_zeroed_[g] = true;
-    const DenseGroup & group = weights.groups[g];
-    for (size_t i = 0; i < group.members.size(); ++i) {
-        group.members[i]->tensor->data = zeros_.base() + group.slot_offset[i] + group.members[i]->entry->offset % page_size();
-    }
+    hold_group_locked(session, g);
+}
+
+void Engine::hold_group_locked(Session & session, uint32_t g) {
+    group_pins_[g]++;
+    session.held_groups.push_back(g);
 }
 
 void Engine::acquire_group(Session & session, uint32_t g) {
     Lock lock(mutex_);
     bool waited = false;
     bool asked = false;
-    while (Load(group_state_[g].load(std::memory_order_acquire)) != Load::ready) {
+    while (zeros_in_use_locked(g) || Load(group_state_[g].load(std::memory_order_acquire)) != Load::ready) {
         const Load state = Load(group_state_[g].load());
         if (state == Load::failed && asked && group_pending_[g] == 0) {
             fail(session, read_error_);
@@ -188,10 +201,10 @@ void Engine::acquire_group(Session & session, uint32_t g) {
             changed_.notify_all();
         }
         if (session.failed.load()) {
-            point_at_zeros_locked(g);
+            use_zeros_locked(session, g);
             return;
         }
-        if (state != Load::loading && group_pending_[g] == 0) {
+        if (state != Load::loading && state != Load::ready && group_pending_[g] == 0) {
             const int32_t slot = group_pinned_[g] || group_slot_[g] >= 0 ? group_slot_[g] : slot_for_locked(g, g, true);
             if (group_pinned_[g] || slot >= 0) {
                 if (!group_pinned_[g] && group_slot_[g] < 0) {
@@ -213,8 +226,7 @@ void Engine::acquire_group(Session & session, uint32_t g) {
         pinned_ready_[g].store(group_pinned_[g], std::memory_order_release);
     }
     (waited ? stats_.dense_waits : stats_.dense_hits)++;
-    group_pins_[g]++;
-    session.held_groups.push_back(g);
+    hold_group_locked(session, g);
     if (plan_.streams_dense()) {
         readahead_locked(g);
     }
