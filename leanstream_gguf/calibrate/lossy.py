@@ -28,7 +28,6 @@ CLOSE = 0.85  # of the aim: near enough to stop
 SEARCH_STEPS = 6
 FIRST_LOSS, LARGEST_LOSS = 3e-3, 0.5  # share of a token's squared activation that every layer loses, on average
 LOSSES = (1e-7, 1e-6, 1e-5, 1e-4)  # of squared activation, tried for sketch margins, fine to coarse
-PLATEAU = 1.1  # any change at all costs about the noise floor: a KL this close to that of the finest margin counts as equal
 _SAMPLE_BYTES = 128 << 20  # inputs kept for the margins, all layers together
 _ROWS = 2048  # neurons of which float32 weights are in memory at once
 

@@ -245,7 +245,7 @@ class Calibration:
             limit, best = noise_floor, None
             for loss in lossy.LOSSES:
                 tried = lossy.measure_margins(self.runner, self.held, sketches, by_loss[loss], progress.add)
-                limit = max(limit, lossy.PLATEAU * tried[0].mean_kl) if best is None else limit
+                limit = max(limit, tried[0].mean_kl) if best is None else limit
                 if tried[0].mean_kl > limit:
                     break
                 best = (loss, *tried)
