@@ -396,4 +396,6 @@ def _options(config: StreamConfig) -> Any:
     options.fidelity = FIDELITIES[config.fidelity]
     options.max_kl = config.max_kl or 0.0
     options.repack = int(config.repack)
+    options.device_inexact = int(not config.device_exact)
+    options.host_cost = config.host_cost
     return options

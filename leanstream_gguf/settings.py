@@ -15,6 +15,7 @@ from .units import format_bytes, parse_bytes, parse_share
 
 ENV_MEMORY = "LEANSTREAM_MEMORY"  # default of memory_budget for install() and the command
 ENV_CACHE = "LEANSTREAM_CACHE"  # default of StreamConfig.cache_budget there
+ENV_DEVICE_MEMORY = "LEANSTREAM_DEVICE_MEMORY"  # default of device_budget for the command and the server
 
 POLICIES: dict[str, dict[str, tuple[float, float]]] = {  # name -> parameter -> (lowest, highest)
     "lean": {"half_life": (1, 2**31), "margin_weight": (0.0, 16.0), "prediction_weight": (0.0, 16.0)},
@@ -185,7 +186,7 @@ def check_speculation(depth: int | str, stages: int | str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """How a model is streamed. Every default is safe; only `fidelity` can change the output.
+    """How a model is streamed. Every default is safe; only `fidelity` and `device_exact` can change the output.
 
     Attributes:
         cache_budget: size of the expert cache alone (`"44MiB"`, bytes, `"25%"` of the experts, `"min"`); None lets
@@ -210,6 +211,12 @@ class StreamConfig:
             counts small activations as zero.
         max_kl: for `threshold`: the setting measured for the largest KL divergence up to this one, in nats; None = the
             smallest that the file holds.
+        device_exact: with a GPU, True (default) copies every expert that device memory lacks, so that a device budget changes no
+            bit. False computes some of a token's missing experts on the host instead, while the others are copied; it rounds
+            differently there (KL 0.0017 nats on a 30B-A3B shape, 0.0039 for flash attention switched). For slow buses.
+        host_cost: with device_exact=False, the time to compute an expert on the host in times to copy it, which decides how many
+            that are; 0 = measured while loading, as a power of two. Which ones is a function of this number, the device budget and
+            the tokens so far, as long as the experts are in host memory.
 
     Raises:
         ArgumentError: a value out of range.
@@ -230,6 +237,8 @@ class StreamConfig:
     repack: bool = False
     fidelity: str = "exact"
     max_kl: float | None = None
+    device_exact: bool = True
+    host_cost: float = 0.0
 
     def __post_init__(self) -> None:
         chunk_bytes = parse_bytes(self.chunk_bytes, name="chunk_bytes")
@@ -247,10 +256,12 @@ class StreamConfig:
             raise ArgumentError(f"chunk_bytes must be a multiple of 4096 up to 64 MiB, not {chunk_bytes}")
         if self.io_backend not in IO_BACKENDS:
             raise ArgumentError(f"io_backend must be one of {', '.join(IO_BACKENDS)}, not {self.io_backend!r}")
-        for name in ("direct_io", "repack"):
+        for name in ("direct_io", "repack", "device_exact"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} must be True or False, not {getattr(self, name)!r}")
         self._check_fidelity()
+        if isinstance(self.host_cost, bool) or not isinstance(self.host_cost, (int, float)) or not 0 <= self.host_cost <= 1024:
+            raise ArgumentError(f"host_cost must be a number from 0 (measured) to 1024, not {self.host_cost!r}")
 
     def _resolve_mode(self) -> None:
         if self.mode not in MODES:

@@ -88,6 +88,7 @@ class Stats(_FromStruct):
     device_hits: int
     device_misses: int
     device_syncs: int
+    device_host_experts: int
 
     @property
     def hit_ratio(self) -> float | None:

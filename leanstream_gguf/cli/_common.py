@@ -10,7 +10,19 @@ import warnings
 from typing import Any
 
 from ..errors import LeanStreamError, LeanStreamWarning
-from ..settings import ENV_CACHE, ENV_MEMORY, FIDELITIES, IO_BACKENDS, MAX_DEPTH, MODES, POLICIES, Budget, CacheBudget, StreamConfig
+from ..settings import (
+    ENV_CACHE,
+    ENV_DEVICE_MEMORY,
+    ENV_MEMORY,
+    FIDELITIES,
+    IO_BACKENDS,
+    MAX_DEPTH,
+    MODES,
+    POLICIES,
+    Budget,
+    CacheBudget,
+    StreamConfig,
+)
 
 INTERRUPTED = 130
 
@@ -50,12 +62,17 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device-memory",
         metavar="SIZE",
-        help="bound for device memory: a size, 50%% (of the model file) or auto (what is free, less a headroom); default auto",
+        default=os.environ.get(ENV_DEVICE_MEMORY) or None,
+        help="bound for device memory: a size, 50%% (of the model file) or auto (what is free, less a headroom); default auto, or "
+        f"{ENV_DEVICE_MEMORY}",
     )
+    text = "compute some of the experts that device memory lacks on the host, with other rounding; default: copy them all"
+    group.add_argument("--no-device-exact", action="store_true", help=text)
 
 
 def device_budget(args: argparse.Namespace) -> Budget | None:
-    return None if args.device_memory is None else Budget.parse(args.device_memory, name="--device-memory")
+    given = args.device_memory
+    return None if given is None else Budget.parse(given, name=_source(given, "--device-memory", ENV_DEVICE_MEMORY))
 
 
 def gpu_layers(args: argparse.Namespace) -> int:
@@ -125,6 +142,7 @@ def stream_config(args: argparse.Namespace) -> StreamConfig:
         repack=args.repack,
         fidelity=args.fidelity,
         max_kl=args.max_kl,
+        device_exact=not getattr(args, "no_device_exact", False),
     )
 
 

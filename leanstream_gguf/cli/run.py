@@ -182,7 +182,7 @@ def report(llm: Llama, answer: Answer, load_seconds: float, path: str) -> dict[s
     from ..probe import peak_resident_bytes
 
     stats, plan = llm.stream.stats(), llm.stream.plan()
-    return {
+    document = {
         "model": path,
         "mode": plan["mode"],
         "text": answer.text,
@@ -204,6 +204,15 @@ def report(llm: Llama, answer: Answer, load_seconds: float, path: str) -> dict[s
         "n_threads": llm.n_threads,
         "memory": llm.stream.memory().to_dict(),
     }
+    if "device" in plan:
+        document["device"] = {
+            **{name: plan["device"][name] for name in ("name", "budget_bytes", "used_bytes")},
+            "copied_bytes": stats.device_copied_bytes,
+            "hit_ratio": stats.device_hit_ratio,
+            "syncs_per_token": stats.device_syncs_per_token,
+            "host_experts": stats.device_host_experts,
+        }
+    return document
 
 
 def summary(document: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 #include "check.h"
 
 #include "device_plan.h"
+#include "host_cost.h"
 
 #include <algorithm>
 #include <numeric>
@@ -34,6 +35,17 @@ uint32_t slots(const DevicePlan & p) {
 }
 
 } // namespace
+
+// The later of copies and computing ends first, and at equal times more are copied.
+TEST(missing_experts_are_shared_by_cost) {
+    CHECK_EQ(ls::host_share(0, 1), 0u);
+    CHECK_EQ(ls::host_share(1, 1), 0u);
+    CHECK_EQ(ls::host_share(1, 0.5), 1u);
+    CHECK_EQ(ls::host_share(8, 1), 4u);
+    CHECK_EQ(ls::host_share(8, 1.0 / 64), 8u);
+    CHECK_EQ(ls::host_share(8, 3), 2u);
+    CHECK_EQ(ls::host_share(8, 64), 0u);
+}
 
 TEST(without_a_bound_everything_stays) {
     const DevicePlan p = make_device_plan(moe());

@@ -5,6 +5,8 @@
 
 #include "ggml-backend.h"
 
+#include <cmath>
+#include <cstdlib>
 #include <thread>
 
 using check::Streaming;
@@ -21,6 +23,7 @@ void require_device() {
             return;
         }
     }
+    REQUIRE(!getenv("LEANSTREAM_TEST_DEVICE")); // somebody counts on one
     SKIP("no device: build with -DGGML_VULKAN=ON and set GGML_VK_VISIBLE_DEVICES=0 for the software driver");
 }
 
@@ -42,8 +45,11 @@ Streaming on_device(uint64_t device_budget, double level = check::kUnlimited, in
 
 struct Range { uint64_t low, high; };
 
-Range range(const std::string & path) {
-    ToyModel everything(path, on_device(0));
+Range range(const std::string & path, bool device_inexact = false) {
+    Streaming s = on_device(0);
+    s.device_inexact = device_inexact;
+    s.host_cost = 1;
+    ToyModel everything(path, s);
     return {everything.device_number("minimum_budget_bytes"), everything.device_number("full_budget_bytes")};
 }
 
@@ -104,6 +110,88 @@ TEST(some_blocks_on_the_device) {
     check::same_logits(run(everything), expected, "everything resident");
     ToyModel m(path, on_device(everything.device_number("minimum_budget_bytes"), check::kUnlimited, 2));
     check::same_logits(run(m), expected, "least device memory");
+}
+
+namespace {
+
+// mean over tokens, in nats
+double divergence(const std::vector<float> & p, const std::vector<float> & q, size_t n_vocab) {
+    double sum = 0;
+    for (size_t at = 0; at < p.size(); at += n_vocab) {
+        double p_all = 0, q_all = 0;
+        for (size_t i = at; i < at + n_vocab; ++i) {
+            p_all += std::exp(double(p[i]));
+            q_all += std::exp(double(q[i]));
+        }
+        for (size_t i = at; i < at + n_vocab; ++i) {
+            sum += std::exp(double(p[i])) / p_all * (double(p[i]) - std::log(p_all) - double(q[i]) + std::log(q_all));
+        }
+    }
+    return sum / double(p.size() / n_vocab);
+}
+
+Streaming inexact(uint64_t device_budget, double host_cost) {
+    Streaming s = on_device(device_budget);
+    s.device_inexact = true;
+    s.host_cost = host_cost;
+    return s;
+}
+
+constexpr double kFree = 1.0 / 64; // the host computes all that it can
+constexpr size_t kVocab = 512;     // of the toy models
+
+void some_experts_on_the_host(const char * name) {
+    require_device();
+    const std::string path = check::toy(name);
+    ToyModel whole(path, 2, 99);
+    const std::vector<float> expected = run(whole);
+    ToyModel host(path);
+    const double limit = divergence(expected, run(host), kVocab); // where the host computes everything
+    const Range r = range(path, true);
+    for (const double cost : {1.0, kFree}) {
+        ToyModel m(path, inexact(r.low, cost));
+        const std::vector<float> got = run(m);
+        REQUIRE(got.size() == expected.size());
+        CHECK(divergence(expected, got, kVocab) <= 2 * limit + 1e-3);
+        const ls_stats s = m.stats();
+        CHECK(s.device_host_experts > 0);
+        CHECK(s.device_host_experts < s.device_misses); // a prompt's are copied
+        ToyModel again(path, inexact(r.low, cost));
+        check::same_logits(run(again), got, "the same tokens at the same cost");
+    }
+}
+
+} // namespace
+
+TEST(host_experts_qwen3)      { some_experts_on_the_host("moe_qwen3"); }
+TEST(host_experts_merged)     { some_experts_on_the_host("moe_merged"); }
+TEST(host_experts_dense_lead) { some_experts_on_the_host("moe_dense_lead"); }
+
+// Nothing is missing, or the biases that the host would need are on the device: the same bytes.
+TEST(no_experts_for_the_host) {
+    require_device();
+    for (const char * name : {"moe_qwen3", "moe_bias"}) {
+        const std::string path = check::toy(name);
+        ToyModel whole(path, 2, 99);
+        const Range r = range(path, true);
+        ToyModel m(path, inexact(std::string(name) == "moe_bias" ? r.low : r.high, kFree));
+        check::same_logits(run(m), run(whole), name);
+        CHECK_EQ(m.stats().device_host_experts, 0u);
+    }
+}
+
+TEST(host_cost_is_measured) {
+    require_device();
+    const std::string path = check::toy("moe_qwen3");
+    ToyModel m(path, inexact(range(path, true).low, 0));
+    char * json = nullptr;
+    REQUIRE(ls_model_plan_json(m.streamed(), 0, 0, 0, &json) == LS_OK);
+    const std::string plan = json, key = "\"host_cost\":";
+    ls_string_free(json);
+    REQUIRE(plan.find(key) != std::string::npos);
+    const double cost = std::strtod(plan.c_str() + plan.find(key) + key.size(), nullptr);
+    CHECK(cost > 0);
+    CHECK_EQ(std::log2(cost), std::round(std::log2(cost)));
 }
 
 TEST(too_small_a_device_budget_is_refused) {

@@ -73,6 +73,8 @@ ToyModel::ToyModel(const std::string & path, const Streaming & stream) : n_threa
     options.io_backend = stream.io_backend;
     options.direct_io  = 1;
     options.fidelity   = stream.fidelity;
+    options.device_inexact = stream.device_inexact;
+    options.host_cost  = stream.host_cost;
     require(ls_install() == LS_OK, "ls_install");
     require(ls_model_open(path.c_str(), &options, &stream_) == LS_OK, "ls_model_open");
     require(ls_load_begin(stream_, 0) == LS_OK, "ls_load_begin");

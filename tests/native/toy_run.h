@@ -39,6 +39,8 @@ struct Streaming {
     uint32_t fidelity    = 0;
     int32_t  n_gpu_layers = 0;
     uint64_t device_budget_bytes = 0; // 0 = what is free
+    bool     device_inexact = false;
+    double   host_cost    = 0;
 
     explicit Streaming(double level = kUnlimited) : level(level) {}
 };

@@ -83,7 +83,9 @@ typedef struct ls_options {
     uint32_t n_ring_slots;      // ring slots for streamed dense weights; 0 = chosen (3, and 2 at the minimum budget)
     uint32_t fidelity;          // 0 = exact, 1 = faithful (a sketch names candidates), 2 = threshold (small activations count as 0)
     uint32_t repack;            // 1 = matrices in llama.cpp's repacked form, all of them resident; 0 = in the file's (default)
+    uint32_t device_inexact;    // 1 = experts that the device misses may be computed on the host, with other rounding; 0 = never (default)
     double   max_kl;            // threshold: the measured setting to use is the largest up to this; 0 = the smallest there is
+    double   host_cost;         // device_inexact: time to compute an expert on the host, in times to copy it to the device; 0 = measured at activation
 } ls_options;
 
 // Bytes by purpose, all of this model. "fixed" is what llama.cpp itself holds: KV cache, compute and output buffers.
@@ -142,6 +144,7 @@ typedef struct ls_stats {
     uint64_t device_hits;          // expert uses, and passes of a dense block, that found the weights on the device
     uint64_t device_misses;        // those that had to wait for a copy
     uint64_t device_syncs;         // times the host waited for the device because of streaming
+    uint64_t device_host_experts;  // of the misses, computed on the host instead (device_inexact)
 } ls_stats;
 
 // ---- process -------------------------------------------------------------------------------------------------------
@@ -189,13 +192,12 @@ LS_API ls_status ls_model_activate(ls_model * model, uint64_t budget_bytes, uint
 // Below the minimum: LS_ERR_BUDGET and nothing changes.
 LS_API ls_status ls_model_set_budget(ls_model * model, uint64_t budget_bytes, uint64_t cache_bytes);
 
-// name: "lean", "lfu", "lru", "slru", "hotcold". params_json: "" or e.g. {"protected_share":0.8} for slru, {"half_life":4096} for
-// lfu and lean, {"hot_share":0.5} for hotcold.
 // Before activation: device memory that this model may use, the driver's own included; 0 = what is free then, less a headroom.
 // Which blocks run on the device is llama.cpp's n_gpu_layers; without a device this changes nothing.
 LS_API ls_status ls_model_set_device_budget(ls_model * model, uint64_t device_budget_bytes);
 
-// name: "lru", "lfu", "slru". params_json: "" or e.g. {"protected_share":0.8} for slru, {"half_life":4096} for lfu.
+// name: "lean", "lfu", "lru", "slru", "hotcold". params_json: "" or e.g. {"protected_share":0.8} for slru, {"half_life":4096} for
+// lfu and lean, {"hot_share":0.5} for hotcold.
 LS_API ls_status ls_model_set_policy(ls_model * model, const char * name, const char * params_json);
 
 // Reading ahead of a layer's choice of experts or neurons: how many layers to look ahead (0 = off, at most 2) and in how many stages a guess is
@@ -233,7 +235,8 @@ LS_API ls_status ls_model_pin(ls_model * model, int32_t layer, const int32_t * i
 //   n_layers_streamed}, experts:{n_layers,n_experts,n_used,total_bytes,expert_bytes,capacity_bytes,capacity_experts,
 //   token_demand_bytes, token_demand_experts}, warnings:[...]}; with a device also device:{name, minimum_budget_bytes,
 //   full_budget_bytes, budget_bytes, used_bytes, driver_bytes, kv_bytes, compute_bytes, margin_bytes, resident_bytes, pinned_bytes,
-//   stage_bytes, slots_bytes, n_blocks, n_blocks_pinned, n_moe_layers, n_moe_layers_resident, n_slots}.
+//   stage_bytes, slots_bytes, n_blocks, n_blocks_pinned, n_moe_layers, n_moe_layers_resident, n_slots,
+//   host_cost (device_inexact: as in ls_options, 0 before activation and where everything is exact)}.
 // budget_bytes 0 = the budget in force. Works before activation too, also after a no_alloc load.
 // LS_ERR_BUDGET if budget_bytes is below the minimum.
 LS_API ls_status ls_model_plan_json(ls_model * model, uint64_t budget_bytes, uint64_t cache_bytes, uint64_t baseline_bytes, char ** out);

@@ -4,6 +4,8 @@
 #include "device_tier.h"
 
 #include "engine.h"
+#include "host_cost.h"
+#include "ops.h"
 
 #include "ggml-backend-impl.h"
 
@@ -86,10 +88,46 @@ int32_t DeviceTier::free_slot(Layer & l) {
     return slot;
 }
 
-void DeviceTier::select(Engine & engine, Session & session, uint32_t layer, const ggml_tensor * ids, const ggml_tensor * ranked) {
+// Takes those of the missing experts that are computed on the host out of the list: the router's least liked ones, as far as they
+// are in host memory. A copy that nobody foresaw shares the bus with those made ahead; what was foreseen is copied for nothing.
+std::vector<uint32_t> DeviceTier::leave_to_host(Engine & engine, uint32_t layer, std::vector<uint32_t> & missing) {
+    const uint32_t n = host_share(uint32_t(missing.size()), copies_beside_ ? host_cost() / 2 : host_cost());
+    std::vector<uint32_t> on_host;
+    if (n == 0 || !engine.has_room(uint32_t(missing.size()))) {
+        return on_host;
+    }
+    for (size_t i = missing.size(); i-- > 0 && on_host.size() < n;) {
+        if (engine.expert_ready(layer, missing[i])) {
+            on_host.push_back(missing[i]);
+            missing.erase(missing.begin() + std::ptrdiff_t(i));
+        }
+    }
+    return on_host;
+}
+
+void DeviceTier::send_ids(Session & session, const Choice & choice, const std::vector<uint32_t> & on_host) {
+    Layer & l = layers_[choice.layer];
+    const size_t t = size_t(choice.ids->ne[1] - 1);
+    const bool ok = !session.failed.load();
+    for_each_id(choice.ids, [&](int32_t e, int64_t i) {
+        const int32_t slot = ok ? l.slot_of[size_t(e)] : 0;
+        l.ids_host[size_t(i)] = std::max(slot, 0);
+        if (choice.host_run) {
+            l.mask_host[size_t(i)] = std::find(on_host.begin(), on_host.end(), uint32_t(e)) == on_host.end() ? 1.0f : 0.0f;
+        }
+    });
+    ggml_backend_tensor_set_async(session.device_backend, l.ids.at(t), l.ids_host, 0, ggml_nbytes(l.ids.at(t)));
+    if (choice.host_run) {
+        ggml_backend_tensor_set_async(session.device_backend, l.masks.at(t), l.mask_host, 0, ggml_nbytes(l.masks.at(t)));
+    }
+}
+
+void DeviceTier::select(Engine & engine, Session & session, const Choice & choice) {
     std::lock_guard<std::mutex> lock(mutex_);
+    const uint32_t layer = choice.layer;
+    const ggml_tensor * ids = choice.ids;
     Layer & l = layers_[layer];
-    counters.syncs += 2; // for the router's result, and for its copy
+    counters.syncs += choice.host_run ? 4 : 2; // for the router's result, and for its copy; likewise for what the host computed
     engine.release_experts(slot_units_);
     slot_units_.clear();
     settle_ahead(engine, session, layer);
@@ -98,7 +136,7 @@ void DeviceTier::select(Engine & engine, Session & session, uint32_t layer, cons
     if (!usable && !session.failed.load()) {
         engine.fail(session, Error(LS_ERR_INTERNAL, "the router chose an expert that does not exist").info);
     }
-    std::vector<uint32_t> missing;
+    std::vector<uint32_t> missing, on_host;
     if (!session.failed.load()) {
         for_each_id(ids, [&](int32_t e, int64_t) {
             const int32_t slot = l.slot_of[size_t(e)];
@@ -113,15 +151,21 @@ void DeviceTier::select(Engine & engine, Session & session, uint32_t layer, cons
             }
         });
         counters.misses += missing.size();
+        if (choice.host_run) {
+            on_host = leave_to_host(engine, layer, missing);
+            counters.on_host += on_host.size();
+        }
+    }
+    if (choice.host_run) { // first: what it pins may not go for what is copied
+        begin_run(session, *choice.host_run, layer, ids, nullptr, choice.n_threads, &on_host);
+    }
+    if (!session.failed.load()) {
         bring_to_slots(engine, session, layer, missing);
     }
-    ggml_tensor * remapped = l.ids.at(size_t(ids->ne[1] - 1));
-    const bool ok = !session.failed.load();
-    for_each_id(ids, [&](int32_t e, int64_t i) { l.ids_host[size_t(i)] = ok ? l.slot_of[size_t(e)] : 0; });
-    ggml_backend_tensor_set_async(session.device_backend, remapped, l.ids_host, 0, ggml_nbytes(remapped));
-    if (ok && copies_beside_) {
+    send_ids(session, choice, on_host);
+    if (!session.failed.load() && copies_beside_) {
         copy_ahead(engine, layer);
-        take_ranking(session, layer, ranked);
+        take_ranking(session, layer, choice.ranked);
     }
 }
 

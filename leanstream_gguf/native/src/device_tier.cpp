@@ -1,5 +1,7 @@
 #include "device_tier.h"
 
+#include "engine.h"
+#include "host_cost.h"
 #include "status.h"
 
 #include "ggml-backend-impl.h"
@@ -194,7 +196,7 @@ DevicePlanInput DeviceTier::plan_input(Weights & weights, uint64_t fixed_bytes, 
                 e.stack_bytes  += room_for(twin(*l.parts[p]));
                 in.resident_bytes += 2 * alignment_ + room_for(twin(*l.parts[p])) - ggml_nbytes(twin(*l.parts[p])); // padding of the slots
             }
-            in.resident_bytes += align_up(uint64_t(kSlotTokens) * n_expert_used_ * sizeof(int32_t), alignment_); // remapped ids
+            in.resident_bytes += (1 + inexact()) * align_up(uint64_t(kSlotTokens) * n_expert_used_ * sizeof(int32_t), alignment_); // ids, mask
         }
         in.layers.push_back(e);
     }
@@ -238,6 +240,11 @@ ggml_tensor * DeviceTier::ids(uint32_t layer, int64_t n_used, int64_t n_tokens) 
         ggml_format_name(ids, "leanstream_ids_%u", layer);
         ids->buffer = unallocated_;
         l.ids.push_back(ids);
+        if (inexact()) {
+            l.masks.push_back(ggml_new_tensor_3d(ctx_, GGML_TYPE_F32, 1, n_used, t));
+            ggml_format_name(l.masks.back(), "leanstream_mask_%u", layer);
+            l.masks.back()->buffer = unallocated_;
+        }
     }
     ggml_tensor * ids = l.ids.at(size_t(n_tokens - 1));
     return ids->ne[0] == n_used ? ids : nullptr;
@@ -373,6 +380,9 @@ void DeviceTier::make_resident(Weights & weights) {
         if (n_slots && !l.resident) {
             ids(uint32_t(i), n_expert_used_, 1);
             tensors.push_back(l.ids.back()); // the largest; the others lie in the same place
+            if (inexact()) {
+                tensors.push_back(l.masks.back());
+            }
             l.slot_of.assign(weights.moe_layers[i].n_experts, -1);
             l.expert_of.assign(n_slots, -1);
             l.used_in.assign(n_slots, 0);
@@ -380,9 +390,11 @@ void DeviceTier::make_resident(Weights & weights) {
     }
     place_all(tensors);
     for (Layer & l : layers_) {
-        for (size_t t = 0; !l.expert_of.empty() && t + 1 < l.ids.size(); ++t) {
-            l.ids[t]->buffer = l.ids.back()->buffer;
-            l.ids[t]->data   = l.ids.back()->data;
+        for (std::vector<ggml_tensor *> * alike : {&l.ids, &l.masks}) {
+            for (size_t t = 0; !l.expert_of.empty() && t + 1 < alike->size(); ++t) {
+                (*alike)[t]->buffer = alike->back()->buffer;
+                (*alike)[t]->data   = alike->back()->data;
+            }
         }
     }
 }
@@ -436,8 +448,9 @@ void DeviceTier::make_pinned() {
         n_layers += !l.expert_of.empty();
         n_experts = std::max(n_experts, l.slot_of.size());
     }
+    static_assert(sizeof(float) == sizeof(int32_t), "masks lie beside ids");
     const size_t n_ids = size_t(kSlotTokens) * n_expert_used_, n_ranks = size_t(kSlotTokens) * n_experts;
-    const size_t n = n_layers * n_ids + std::size(rankings_) * n_ranks;
+    const size_t n = n_layers * n_ids * (1 + inexact()) + std::size(rankings_) * n_ranks;
     ggml_backend_buffer_type_t type = ggml_backend_dev_host_buffer_type(placement_.device);
     pinned_ = type && n ? ggml_backend_buft_alloc_buffer(type, n * sizeof(int32_t)) : nullptr;
     unpinned_.resize(pinned_ ? 0 : n);
@@ -446,6 +459,8 @@ void DeviceTier::make_pinned() {
         if (!l.expert_of.empty()) {
             l.ids_host = at;
             at += n_ids;
+            l.mask_host = inexact() ? (float *) at : nullptr;
+            at += inexact() ? n_ids : 0;
         }
     }
     for (Ranking & r : rankings_) {
@@ -503,6 +518,28 @@ void DeviceTier::set_policy(const std::string & name, const PolicyParams & param
                 l.policy->insert(uint32_t(e));
             }
         }
+    }
+}
+
+void DeviceTier::set_host_cost(const Engine & engine, int n_threads) {
+    const auto streams = std::find_if(layers_.begin(), layers_.end(), [](const Layer & l) { return !l.expert_of.empty(); });
+    if (!inexact() || placement_.host_cost > 0 || streams == layers_.end()) {
+        return;
+    }
+    const uint32_t layer = uint32_t(streams - layers_.begin());
+    HostExperts host = {engine.weights.moe_layers[layer], {}, [&](uint32_t p, uint32_t e) { return engine.expert_memory(layer, p, e); }};
+    for (uint32_t e = 0; e < host.layer.n_experts; ++e) {
+        if (engine.expert_ready(layer, e)) {
+            host.experts.push_back(e);
+        }
+    }
+    ggml_backend_t backend = copy_backend_ ? copy_backend_ : ggml_backend_dev_init(placement_.device, nullptr);
+    if (!backend) {
+        throw Error(LS_ERR_MEMORY, format("%s refused a queue for copies", description().c_str()));
+    }
+    placement_.host_cost = measure_host_cost(host, streams->stacked, backend, n_threads);
+    if (backend != copy_backend_) {
+        ggml_backend_free(backend);
     }
 }
 

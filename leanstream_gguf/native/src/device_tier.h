@@ -21,19 +21,23 @@
 namespace ls {
 
 class Engine;
+struct MoeRun;
 struct Session;
 
 // Which blocks run on the device, in llama.cpp's terms: n_gpu_layers counts backwards from the output, which is the first to go there.
 struct DevicePlacement {
     ggml_backend_dev_t device = nullptr;
     int32_t first_block = 0; // this and later blocks
+    bool inexact = false;    // missing experts may be computed on the host
+    double host_cost = 0;    // of that, in copies of an expert; 0 = measured
 };
 
 struct DeviceCounters {
     std::atomic<uint64_t> copied_bytes{0}; // host to device, while the model is used
     std::atomic<uint64_t> hits{0}, misses{0};
     std::atomic<uint64_t> syncs{0};        // times the host waits for the device: by llama.cpp's scheduler for our nodes, and by us
-    void reset() { copied_bytes = hits = misses = syncs = 0; }
+    std::atomic<uint64_t> on_host{0};      // of the misses, computed there
+    void reset() { copied_bytes = hits = misses = syncs = on_host = 0; }
 };
 
 class DeviceTier {
@@ -78,6 +82,9 @@ public:
     ggml_tensor * twin(const Weight & w); // nullptr after activation for a weight that no earlier graph used
     ggml_tensor * slots(const Weight & w);
     ggml_tensor * ids(uint32_t layer, int64_t n_used, int64_t n_tokens);
+    // float32 [1, n_used, n_tokens]: 1 for the rows of ids() that the device computes, 0 for those that the host does
+    ggml_tensor * mask(uint32_t layer, int64_t n_tokens) { return layers_.at(layer).masks.at(size_t(n_tokens - 1)); }
+    bool inexact() const { return placement_.inexact; }
     bool uses_slots(uint32_t layer, int64_t n_used, int64_t n_tokens) const; // else a stage
     bool streams_layer(uint32_t layer) const;  // its experts pass through slots and stages (before activation: assume so)
     int32_t layer_to_rank(uint32_t layer) const; // whose experts to rank at this layer; -1 = none
@@ -86,8 +93,14 @@ public:
     uint32_t groups_held() const; // dense groups that a graph holds at once for copying
 
     // ---- while graphs run; on the thread that runs the scheduler, one context at a time (device_run.cpp)
-    // few tokens; ranked: int32 [n_experts, n_tokens] on the device, experts of layer_to_rank(layer), or nullptr
-    void select(Engine & engine, Session & session, uint32_t layer, const ggml_tensor * ids, const ggml_tensor * ranked);
+    struct Choice {
+        uint32_t layer;
+        const ggml_tensor * ids;
+        const ggml_tensor * ranked; // int32 [n_experts, n_tokens] on the device, experts of layer_to_rank(layer), or nullptr
+        MoeRun * host_run;          // where the host computes some of them: what it has to, begun; otherwise nullptr
+        int n_threads;
+    };
+    void select(Engine & engine, Session & session, const Choice & choice); // few tokens
     void stage (Engine & engine, Session & session, uint32_t layer, const ggml_tensor * ids); // many tokens
     void acquire(Engine & engine, Session & session, uint32_t streamed_block);
     void end(Engine & engine, Session & session); // waits for the device if it still copies
@@ -97,6 +110,9 @@ public:
     void unlock_all_pages();
 
     void set_policy(const std::string & name, const PolicyParams & params);
+    // before the first graph, when host memory is filled: measured if it is not given and anything streams
+    void set_host_cost(const Engine & engine, int n_threads);
+    double host_cost() const { return activated_ && inexact() ? placement_.host_cost : 0; }
     DeviceCounters counters;
 
 private:
@@ -104,7 +120,9 @@ private:
         std::vector<ggml_tensor *> stacked; // [part] as in the file: resident, or the layer's stage
         std::vector<ggml_tensor *> slots;   // [part] [n, m, n_slots]
         std::vector<ggml_tensor *> ids;     // [n_tokens - 1] remapped, all at one place
+        std::vector<ggml_tensor *> masks;   // [n_tokens - 1] likewise, if inexact
         int32_t * ids_host = nullptr;       // in pinned_, as ids
+        float * mask_host = nullptr;
         std::vector<int32_t> slot_of;       // [expert] or -1
         std::vector<int32_t> expert_of;     // [slot] or -1
         std::vector<uint64_t> used_in;      // [slot] number of the run that last used it
@@ -153,6 +171,8 @@ private:
     void copy_ahead(Engine & engine, uint32_t layer);
     void take_ranking(Session & session, uint32_t layer, const ggml_tensor * ranked);
     bool give_slot(Layer & l, uint32_t expert, bool used);
+    std::vector<uint32_t> leave_to_host(Engine & engine, uint32_t layer, std::vector<uint32_t> & missing);
+    void send_ids(Session & session, const Choice & choice, const std::vector<uint32_t> & on_host);
 
     std::mutex mutex_; // slots, stages and policies
     DevicePlacement placement_;

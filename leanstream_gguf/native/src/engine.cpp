@@ -152,6 +152,9 @@ void Engine::activate(const FixedMemory & fixed, uint64_t budget_bytes, uint64_t
     if (repacked) {
         repacked->convert(weights);
     }
+    if (device_) {
+        measure_host_cost_locked();
+    }
     lock.unlock();
     neurons->fill(); // no graph runs: the model is not activated yet
     lock.lock();
@@ -551,6 +554,7 @@ void Engine::get_stats(ls_stats & out) const {
         out.device_hits         = device_->counters.hits.load();
         out.device_misses       = device_->counters.misses.load();
         out.device_syncs        = device_->counters.syncs.load();
+        out.device_host_experts = device_->counters.on_host.load();
     }
     if (cache_) {
         out.cached_experts       = cache_->n_resident();

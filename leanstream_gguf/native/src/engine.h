@@ -125,6 +125,7 @@ public:
     // found none. cold: for one pass.
     size_t fetch_experts(uint32_t layer, const std::vector<uint32_t> & experts, size_t first, bool cold);
     bool expert_ready(uint32_t layer, uint32_t expert) const; // in host memory; lock-free
+    bool has_room(uint32_t n) const; // n experts can be pinned in host memory beside what is
     bool wait_expert(Session & session, uint32_t layer, uint32_t expert); // false: its read failed, the session has the error
     const uint8_t * expert_memory(uint32_t layer, uint32_t part, uint32_t expert) const;
     uint32_t unit_of(uint32_t layer, uint32_t expert) const;
@@ -163,6 +164,7 @@ private:
     void load_expert_checksums();
     void load_device(Lock & lock);
     void lock_host_pages_locked();
+    void measure_host_cost_locked();
     void check_device_locked(const FixedMemory & fixed) const;
     bool device_streams() const { return device_ && device_->activated() && device_->plan().streams(); }
     std::vector<ReadRequest> start_all_experts_locked();

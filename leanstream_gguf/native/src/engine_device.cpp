@@ -1,6 +1,8 @@
 // What the device tier needs of the engine: experts in host memory, the plan of device memory, and loading into it.
 #include "engine.h"
 
+#include "llama.h"
+
 #include <algorithm>
 
 namespace ls {
@@ -11,11 +13,11 @@ void Engine::use_device(std::unique_ptr<DeviceTier> tier) {
 }
 
 uint64_t Engine::device_budget_in_force(const FixedMemory & fixed, bool allocated) const {
-    if (device_budget_bytes_) {
-        return device_budget_bytes_;
-    }
     uint64_t free_bytes = 0, total_bytes = 0;
     device_->memory(free_bytes, total_bytes);
+    if (device_budget_bytes_) {
+        return std::min(device_budget_bytes_, std::max<uint64_t>(total_bytes, 1)); // Metal's total is the working set it recommends
+    }
     const uint64_t ours = fixed.device_driver + (allocated ? fixed.device_kv + fixed.device_compute : 0);
     const uint64_t most = std::min(total_bytes, free_bytes + ours), headroom = device_->headroom_bytes();
     return most > headroom ? most - headroom : 1;
@@ -107,6 +109,14 @@ void Engine::lock_host_pages_locked() {
     }
 }
 
+void Engine::measure_host_cost_locked() {
+    int n_threads = 1;
+    for (const Session * s : sessions_) {
+        n_threads = std::max(n_threads, llama_n_threads(const_cast<llama_context *>(s->context)));
+    }
+    device_->set_host_cost(*this, n_threads);
+}
+
 // ---- experts in host memory ----------------------------------------------------------------------------------------
 
 size_t Engine::fetch_experts(uint32_t layer, const std::vector<uint32_t> & experts, size_t first, bool cold) {
@@ -140,6 +150,11 @@ bool Engine::expert_ready(uint32_t layer, uint32_t expert) const {
         }
     }
     return true;
+}
+
+bool Engine::has_room(uint32_t n) const {
+    Lock lock(mutex_);
+    return cache_->n_pinned() + n <= cache_->n_slots();
 }
 
 bool Engine::wait_expert(Session & session, uint32_t layer, uint32_t expert) {

@@ -3,6 +3,7 @@
 #include "device_pass.h"
 #include "engine.h"
 #include "guess_points.h"
+#include "model.h"
 #include "neuron_guess.h"
 #include "neuron_ops.h"
 #include "neuron_pass.h"
@@ -23,9 +24,7 @@ class GraphPass {
 public:
     GraphPass(Engine & engine, Session & session, ggml_backend_buffer_type_t buffer_type, ggml_context * ctx0, ggml_cgraph * graph)
         : engine_(engine), session_(session), buffer_type_(buffer_type), ctx0_(ctx0), graph_(graph),
-          device_(engine.weights, engine.device(), ctx0, out_, [this](ggml_tensor * input, const OpParams & params, ggml_custom_op_t fun, void * userdata) {
-              return new_node(GGML_TYPE_I32, 1, input, params, fun, 1, userdata);
-          }) {}
+          device_(engine.weights, engine.device(), ctx0, out_, nodes_of_the_host()) {}
 
     // returns the number of dense groups that are needed at one time
     uint32_t run() {
@@ -51,6 +50,29 @@ public:
 
 private:
     struct Routing { const ggml_tensor * ids; ggml_tensor * select; int8_t run; int last_product; };
+
+    DevicePass::Host nodes_of_the_host() {
+        DevicePass::Host host;
+        host.new_node = [this](ggml_tensor * input, const OpParams & params, ggml_custom_op_t fun, void * userdata, bool all_threads) {
+            return new_node(GGML_TYPE_I32, 1, input, params, fun, all_threads ? GGML_N_TASKS_MAX : 1, userdata);
+        };
+        host.add_product = [this](ggml_tensor * product, const Weight & w, ggml_tensor * select) {
+            if (routings_.empty() || routings_.back().select != select) {
+                routings_.push_back({product->src[2], select, int8_t(routings_.size() % Session::kRuns), -1});
+            }
+            rewrite_product(product, w);
+            add_to_host(product);
+            return routings_.back().run;
+        };
+        host.add_node = [this](ggml_tensor * node) { add_to_host(node); };
+        return host;
+    }
+
+    void add_to_host(ggml_tensor * node) {
+        node->flags |= GGML_TENSOR_FLAG_COMPUTE;
+        run_on_host(session_.context, node);
+        out_.push_back(node);
+    }
 
     // our weight behind a source, or nullptr
     Weight * weight_of(const ggml_tensor * src) {

@@ -22,6 +22,9 @@ static EngineOptions engine_options(const ls_options & o) {
         throw Error(LS_ERR_ARGUMENT, "options out of range: at most 256 I/O threads, 1024 reads in flight, 1024 ring slots and reads "
             "of 64 MiB");
     }
+    if (!(o.host_cost >= 0 && o.host_cost <= 1024)) {
+        throw Error(LS_ERR_ARGUMENT, format("host_cost %g: from 0 (measured) to 1024", o.host_cost));
+    }
     e.io.backend   = IoOptions::Backend(o.io_backend);
     e.io.n_threads = o.n_io_threads ? o.n_io_threads : e.io.n_threads;
     e.io.depth     = o.io_depth ? o.io_depth : e.io.depth;
@@ -139,7 +142,7 @@ bool ls_model::use_device(int32_t n_gpu_layers, int32_t main_gpu) {
     }
     const int32_t n_layers = int32_t(index.n_layer);
     const int32_t n = n_gpu_layers < 0 ? n_layers + 1 : n_gpu_layers; // as llama_model::n_gpu_layers()
-    const DevicePlacement placement = {device, std::max(n_layers + 1 - n, 0)};
+    const DevicePlacement placement = {device, std::max(n_layers + 1 - n, 0), options.device_inexact != 0, options.host_cost};
     all_on_device = n > n_layers;
     engine.use_device(std::make_unique<DeviceTier>(placement, uint32_t(index.tensors.size()), index.n_expert_used));
     return true;
@@ -214,6 +217,7 @@ static void write_device(Json & j, const DeviceTier & device, const FixedMemory 
     j.key("n_moe_layers").number(n_layers);
     j.key("n_moe_layers_resident").number(n_resident);
     j.key("n_slots").number(n_slots);
+    j.key("host_cost").number(device.host_cost());
 }
 
 std::string ls::plan_json(ls_model & model, uint64_t budget_bytes, uint64_t cache_bytes, uint64_t baseline_bytes) {

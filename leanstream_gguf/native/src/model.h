@@ -58,6 +58,7 @@ void measure_session(const llama_context * ctx, const DeviceTier * device, Sessi
 
 // device_backend.cpp
 ggml_backend_t device_backend(const llama_context * ctx, ggml_backend_dev_t device);
+void run_on_host(const llama_context * ctx, ggml_tensor * node); // not where llama.cpp's scheduler finds best
 std::string devices_json(); // as ls_devices_json()
 ggml_backend_dev_t find_device(int32_t index); // nullptr: there is none; throws Error(LS_ERR_ARGUMENT) for a bad index
 

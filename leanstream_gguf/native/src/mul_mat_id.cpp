@@ -93,6 +93,23 @@ void compute_expert(const Product & op, uint32_t k) {
     }
 }
 
+// Where the device computes the other rows.
+void clear_other_rows(const Product & op) {
+    const size_t n_used = size_t(op.dst->ne[1]), n_rows = n_used * size_t(op.dst->ne[2]);
+    if (op.run.rows.size() == n_rows) {
+        return;
+    }
+    std::vector<bool> ours(n_rows, false);
+    for (const MoeRun::Row & row : op.run.rows) {
+        ours[size_t(row.token) * n_used + size_t(row.slot)] = true;
+    }
+    for (size_t i = 0; i < n_rows; ++i) {
+        if (!ours[i]) {
+            memset(output_row(op, {int32_t(i % n_used), int32_t(i / n_used)}), 0, size_t(op.dst->ne[0]) * sizeof(float));
+        }
+    }
+}
+
 // Every thread visits every expert once: ready ones at once, the others as they arrive.
 void compute_all(const Product & op) {
     if (op.run.wave) {
@@ -127,6 +144,9 @@ void op_mul_mat_id(ggml_tensor * dst, int ith, int nth, void *) {
     const OpParams p = op_params(dst);
     const Product op = { dst, p, *p.session, *p.session->engine, p.session->runs[p.run], uint32_t(p.part), ith, nth };
     if (!op.session.failed.load()) {
+        if (ith == 0) {
+            clear_other_rows(op);
+        }
         compute_all(op);
     }
     if (op.run.threads_in_part[op.part].fetch_sub(1) != 1) {

@@ -42,9 +42,14 @@ void op_device_acquire(ggml_tensor * dst, int, int, void *) {
     p.session->engine->device()->acquire(*p.session->engine, *p.session, uint32_t(p.index));
 }
 
-void op_device_select(ggml_tensor * dst, int, int, void * ranked) {
+void op_device_select(ggml_tensor * dst, int ith, int nth, void * ranked) {
+    if (ith != 0) {
+        return;
+    }
     const OpParams p = op_params(dst);
-    p.session->engine->device()->select(*p.session->engine, *p.session, uint32_t(p.index), dst->src[0], (const ggml_tensor *) ranked);
+    MoeRun * host_run = p.run < 0 ? nullptr : &p.session->runs[p.run];
+    p.session->engine->device()->select(*p.session->engine, *p.session,
+        {uint32_t(p.index), dst->src[0], (const ggml_tensor *) ranked, host_run, nth});
 }
 
 void op_device_stage(ggml_tensor * dst, int, int, void *) {
@@ -53,15 +58,16 @@ void op_device_stage(ggml_tensor * dst, int, int, void *) {
 }
 
 // counting sort of (expert slot, token) pairs by expert, in the order that ggml visits them
-static void group_rows(const ggml_tensor * ids, uint32_t n_experts, MoeRun & run) {
+static void group_rows(const ggml_tensor * ids, uint32_t n_experts, const std::vector<uint32_t> * only, MoeRun & run) {
     const int64_t n_used = ids->ne[0], n_tokens = ids->ne[1];
+    const auto left_out = [&](int32_t e) { return only && std::find(only->begin(), only->end(), uint32_t(e)) == only->end(); };
     const auto id_of = [&](int64_t slot, int64_t token) {
         return *(const int32_t *) ((const char *) ids->data + token * ids->nb[1] + slot * ids->nb[0]);
     };
     run.first_row.assign(n_experts + 1, 0);
     for (int64_t t = 0; t < n_tokens; ++t) {
         for (int64_t s = 0; s < n_used; ++s) {
-            run.first_row[size_t(id_of(s, t)) + 1]++;
+            run.first_row[size_t(id_of(s, t)) + 1] += !left_out(id_of(s, t));
         }
     }
     run.experts.clear();
@@ -72,10 +78,12 @@ static void group_rows(const ggml_tensor * ids, uint32_t n_experts, MoeRun & run
         run.first_row[e + 1] += run.first_row[e];
     }
     std::vector<uint32_t> next(run.first_row.begin(), run.first_row.end() - 1);
-    run.rows.resize(size_t(n_used * n_tokens));
+    run.rows.resize(run.first_row.back());
     for (int64_t t = 0; t < n_tokens; ++t) {
         for (int64_t s = 0; s < n_used; ++s) {
-            run.rows[next[size_t(id_of(s, t))]++] = { int32_t(s), int32_t(t) };
+            if (!left_out(id_of(s, t))) {
+                run.rows[next[size_t(id_of(s, t))]++] = { int32_t(s), int32_t(t) };
+            }
         }
     }
 }
@@ -92,31 +100,38 @@ static bool ids_valid(const ggml_tensor * ids, int32_t n_experts) {
     return true;
 }
 
-void op_select(ggml_tensor * dst, int ith, int nth, void *) {
-    if (ith != 0) {
-        return;
-    }
-    const OpParams p = op_params(dst);
-    Session & session = *p.session;
+void begin_run(Session & session, MoeRun & run, uint32_t layer, const ggml_tensor * ids, const float * logits, int n_threads,
+               const std::vector<uint32_t> * only) {
     Engine & engine = *session.engine;
-    MoeRun & run = session.runs[p.run];
-    const MoeLayer & layer = engine.weights.moe_layers[size_t(p.index)];
-    run.layer = uint32_t(p.index);
+    const MoeLayer & l = engine.weights.moe_layers[layer];
+    run.layer = layer;
+    run.wave  = false;
     run.experts.clear();
-    run.reserve_counters(0, nth);
+    run.rows.clear();
+    run.reserve_counters(0, n_threads);
     if (session.failed.load()) {
         return;
     }
-    if (!ids_valid(dst->src[0], int32_t(layer.n_experts))) {
+    if (!ids_valid(ids, int32_t(l.n_experts))) {
         engine.fail(session, Error(LS_ERR_INTERNAL, "the router chose an expert that does not exist").info);
         return;
     }
-    group_rows(dst->src[0], layer.n_experts, run);
-    run.reserve_counters(uint32_t(layer.parts.size()), nth);
+    group_rows(ids, l.n_experts, only, run);
+    run.reserve_counters(uint32_t(l.parts.size()), n_threads);
     if (session.tiled_bytes_per_thread) {
-        session.tiled_scratch.resize(64 + session.tiled_bytes_per_thread * size_t(nth));
+        session.tiled_scratch.resize(64 + session.tiled_bytes_per_thread * size_t(n_threads));
     }
-    engine.moe_begin(session, run, dst->src[1] ? (const float *) dst->src[1]->data : nullptr);
+    if (!run.experts.empty()) { // the device may have them all
+        engine.moe_begin(session, run, logits);
+    }
+}
+
+void op_select(ggml_tensor * dst, int ith, int nth, void *) {
+    if (ith == 0) {
+        const OpParams p = op_params(dst);
+        begin_run(*p.session, p.session->runs[p.run], uint32_t(p.index), dst->src[0],
+            dst->src[1] ? (const float *) dst->src[1]->data : nullptr, nth);
+    }
 }
 
 void op_quantize(ggml_tensor * dst, int ith, int nth, void *) {

@@ -8,6 +8,7 @@
 #include "ggml-impl.h"
 
 #include <cstring>
+#include <vector>
 
 namespace ls {
 
@@ -37,6 +38,11 @@ void set_op_params(ggml_tensor * node, OpParams params, ggml_custom_op_t fun, in
 
 // dst: int32 [1]. Waits until a dense group is in memory and its weights' data pointers are set.
 void op_acquire(ggml_tensor * dst, int ith, int nth, void * userdata);
+// Starts a run over these ids, or over those of the experts in `only`, and its reads. logits: [n_experts] of the router for a
+// single token, or nullptr. A failed session's run is empty.
+void begin_run(Session & session, MoeRun & run, uint32_t layer, const ggml_tensor * ids, const float * logits, int n_threads,
+               const std::vector<uint32_t> * only = nullptr);
+
 // src0 ids: int32 [n_used, n_tokens], src1 the router's logits or none; dst: int32 [1]. Groups rows by expert and starts the reads.
 void op_select(ggml_tensor * dst, int ith, int nth, void * userdata);
 // src0 residual: float32 [n_embd, 1]; dst: float32 [n_experts] scores of a layer that comes later. Nothing depends on it.
@@ -44,7 +50,7 @@ void op_guess(ggml_tensor * dst, int ith, int nth, void * userdata);
 // src0: float32 [n, n_rows]; dst: int8 [bytes], the rows in the weight's vec_dot type. op_params.part holds the type.
 void op_quantize(ggml_tensor * dst, int ith, int nth, void * userdata);
 // src0 experts [n, m, n_experts], src1 [n, n_used or 1, n_tokens], src2 ids, src3 select node, src4 quantized src1 or none;
-// dst: float32 [m, n_used, n_tokens]. As ggml's MUL_MAT_ID, expert by expert as they arrive.
+// dst: float32 [m, n_used, n_tokens]. As ggml's MUL_MAT_ID, expert by expert as they arrive; rows that are not in the run become zeros.
 void op_mul_mat_id(ggml_tensor * dst, int ith, int nth, void * userdata);
 // src0 [n, m], repacked in memory, src1 float32 [n, n_tokens], src2 the same in q8_0; dst: float32 [m, n_tokens]. As ggml's MUL_MAT.
 // op_params.part holds which of the session's chunk counters it uses: the other one than the node of this kind before it.
@@ -52,9 +58,10 @@ void op_repacked_product(ggml_tensor * dst, int ith, int nth, void * userdata);
 // src0 [n, n_rows], src1 ids: int32; dst float32 [n, n_ids]. As ggml's GET_ROWS, rows read from the file.
 void op_get_rows(ggml_tensor * dst, int ith, int nth, void * userdata);
 
-// One thread each; dst: int32 [1], written by nobody. The nodes that fill device memory (device_tier.h).
+// Done by one thread; dst: int32 [1], written by nobody. The nodes that fill device memory (device_tier.h).
 // src0 ids: int32 [n_used, n_tokens]: experts into slots, or into the layer's stage. op_params.index holds the layer; userdata of
-// select, if any, the tensor that ranks the experts of the layer after the next (device_pass.h).
+// select, if any, the tensor that ranks the experts of the layer after the next (device_pass.h). op_params.run of select: the run
+// of what the host computes, or -1.
 void op_device_select(ggml_tensor * dst, int ith, int nth, void * userdata);
 void op_device_stage(ggml_tensor * dst, int ith, int nth, void * userdata);
 // a dense block's matrices into its stage. op_params.index holds the streamed block.
