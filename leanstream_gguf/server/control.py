@@ -79,10 +79,26 @@ async def events(request: Request, interval: float = Query(default=INTERVAL, ge=
 # ---- live settings ------------------------------------------------------------------------------------------------------
 
 
+def _device_budget(host: ModelHost, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """The bound for device memory, which holds until the model is loaded again; None where nothing runs on a device."""
+    if "device" not in plan:
+        return None
+    device, settings = plan["device"], host.sources.get(host.alias or "")
+    requested = "auto" if settings is None or settings.device_budget is None else str(settings.device_budget)
+    names = {
+        "bytes": "budget_bytes",
+        "minimum_bytes": "minimum_budget_bytes",
+        "full_bytes": "full_budget_bytes",
+        "used_bytes": "used_bytes",
+    }
+    return {"requested": requested, "device": device["name"], **{name: device[key] for name, key in names.items()}}
+
+
 def _config(host: ModelHost) -> dict[str, Any]:
     llm = host.llm
     if llm is None or not llm.stream.active:
-        return {"model": host.alias, "active": False, "budget": None, "policy": None, "fidelity": None, "thresholds": None}
+        nothing = dict.fromkeys(("budget", "device_budget", "policy", "fidelity", "thresholds"))
+        return {"model": host.alias, "active": False, **nothing}
     plan, config = llm.stream.plan(), llm.stream.config
     assert config is not None
     offered = fidelity.choices(plan.get("lean"), llm.file_metadata())
@@ -98,6 +114,7 @@ def _config(host: ModelHost) -> dict[str, Any]:
             "automatic_bytes": probe.automatic_budget().n_bytes,
             "cache": None if config.parsed_cache is None else plan["experts"]["capacity_bytes"],
         },
+        "device_budget": _device_budget(host, plan),
         "policy": {"name": llm.policy[0], "params": llm.policy[1], "available": POLICIES},
         "fidelity": {"name": config.fidelity, "max_kl": config.max_kl, "available": offered, "live": True},
         "thresholds": {"max_kl": config.max_kl, "available": steps, "values": llm.stream.fidelity()["thresholds"]} if steps else None,
@@ -175,7 +192,8 @@ async def set_config(request: Request, change: ConfigChange) -> dict[str, Any]:
 
 @router.post("/v1/stream/load", summary="Load another configured model", tags=["Stream"], status_code=202)
 async def load(request: Request, body: LoadRequest) -> dict[str, Any]:
-    await _host(request).switch(body.model, {"memory_budget": body.memory_budget} if body.memory_budget is not None else None)
+    budgets = body.model_dump(include={"memory_budget", "device_budget"}, exclude_none=True)
+    await _host(request).switch(body.model, budgets or None)
     return {"model": body.model, "state": "loading"}
 
 

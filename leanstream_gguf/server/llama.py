@@ -298,7 +298,8 @@ def load(settings: ModelSettings, on_start: Callable[[ServedLlama], None] | None
             given = {name: value for name, value in options.items() if value is not None}
             if given.get("n_ctx"):  # llama.cpp rounds up, and llama_cpp's array of tokens would be too short for it
                 given["n_ctx"] = -(-given["n_ctx"] // CONTEXT_STEP) * CONTEXT_STEP
-            super().__init__(model_path, memory_budget=settings.memory_budget, stream=config, **given)
+            budgets = {"memory_budget": settings.memory_budget, "device_budget": settings.device_budget}
+            super().__init__(model_path, **budgets, stream=config, **given)
 
     loader = upstream.LlamaProxy.load_llama_from_model_settings
     # A copy of that function whose global `llama_cpp` is the stand-in: nothing in llama_cpp is patched.

@@ -267,3 +267,4 @@ class LoadRequest(BaseModel):
 
     model: str
     memory_budget: int | str | None = None
+    device_budget: int | str | None = None

@@ -21,12 +21,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 from .. import probe
 from .._lib import native
 from ..errors import ArgumentError, LeanStreamError, ModelNotFoundError
-from ..settings import ENV_CACHE, ENV_MEMORY, Budget, StreamConfig
+from ..settings import ENV_CACHE, ENV_DEVICE_MEMORY, ENV_MEMORY, Budget, StreamConfig
 
 native()  # before llama_cpp is imported
 
 from llama_cpp.server import settings as upstream  # noqa: E402
-from pydantic import AliasChoices, Field, ValidationError, create_model, field_validator  # noqa: E402
+from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, create_model, field_validator  # noqa: E402
 from pydantic_settings import SettingsConfigDict, SettingsError  # noqa: E402
 
 _ALIASES = {"memory_budget": ENV_MEMORY, "cache_budget": ENV_CACHE}
@@ -89,6 +89,14 @@ class ModelSettings(_StreamSettings):  # type: ignore[misc]
         description="Bound for the whole process: a size, 55% (of the model file), auto, min or full",
         validation_alias=AliasChoices("memory_budget", ENV_MEMORY),
     )
+    device_budget: int | str | None = Field(
+        default=None,
+        description="Bound for GPU memory: a size, 50% (of the model file) or auto (what is free, less a headroom)",
+        validation_alias=AliasChoices("device_budget", ENV_DEVICE_MEMORY),
+    )
+    n_gpu_layers: int | None = Field(
+        default=None, ge=-1, description="Layers on the GPU, -1 = all; default 0, or all with device_budget"
+    )
     embedding_pooling: str = Field(
         default="auto",
         pattern="^(auto|mean|last)$",
@@ -104,10 +112,11 @@ class ModelSettings(_StreamSettings):  # type: ignore[misc]
     use_mlock: bool = Field(default=False, description="Ignored: streamed weights are not locked")
     verbose: bool = Field(default=False, description="llama.cpp's log on standard error")
 
-    @field_validator("memory_budget")
+    @field_validator("memory_budget", "device_budget")
     @classmethod
-    def _is_a_budget(cls, value: int | str) -> int | str:
-        Budget.parse(value)
+    def _is_a_budget(cls, value: int | str | None, info: ValidationInfo) -> int | str | None:
+        if value is not None:
+            Budget.parse(value, name=str(info.field_name))
         return value
 
     def stream_config(self) -> StreamConfig:
@@ -125,7 +134,9 @@ class ModelSettings(_StreamSettings):  # type: ignore[misc]
             ArgumentError, UnsupportedError: not a budget, or what StreamConfig refuses.
         """
         copy: ModelSettings = self.model_copy(update=dict(changes))
-        Budget.parse(copy.memory_budget)
+        for name in ("memory_budget", "device_budget"):
+            if getattr(copy, name) is not None:
+                Budget.parse(getattr(copy, name), name=name)
         copy.stream_config()
         return copy
 
