@@ -161,18 +161,28 @@ def variants(bench: Bench, everything: dict[str, Any]) -> dict[str, dict[str, An
     for share in args.shares:
         budget = file_bytes * share // 100
         rows[f"leanstream {share} %"] = bench.run("--engine", "leanstream", "--device-budget", budget)
+        rows[f"leanstream {share} %, not device_exact"] = bench.run("--engine", "leanstream", "--device-budget", budget, "--inexact")
         n = cpu_layers(everything["plan"], file_bytes, n_layers, budget)
         rows[f"stock --n-cpu-moe {n} ({share} %)"] = bench.run("--engine", "stock", "--cpu-moe", n)
         rows[f"stock --n-cpu-moe {n} mmap ({share} %)"] = bench.run("--engine", "stock", "--cpu-moe", n, "--mmap")
     share = args.shares[-1]
     cap = args.host_cap or file_bytes * 35 // 100
     short: list[str | int] = ["--prompt", 32, "--steps", 24, "--rounds", 1]  # reads from disk take their time
-    rows[f"leanstream {share} %, host {cap / 2**30:.1f} GiB, rest from disk"] = bench.run(
-        "--engine", "leanstream", "--device-budget", file_bytes * share // 100, "--budget", cap, *short, model=on_disk
-    )
+    from_disk = ["--engine", "leanstream", "--device-budget", file_bytes * share // 100, "--budget", cap, *short]
+    rows[f"leanstream {share} %, host {cap / 2**30:.1f} GiB, rest from disk"] = beside_the_drive(bench, on_disk, from_disk)
     n = cpu_layers(everything["plan"], file_bytes, n_layers, file_bytes * share // 100)
     rows[f"stock --n-cpu-moe {n} mmap, host {cap / 2**30:.1f} GiB"] = capped(bench, cap, n, on_disk, short)
     return rows
+
+
+def beside_the_drive(bench: Bench, model: Path, options: list[str | int]) -> dict[str, Any]:
+    """A row that reads from the drive, with the drive's rate just before and after it: virtual drives change within minutes."""
+    evict(model)
+    rates = [bench.ask(["--drive", str(model)])]
+    row = bench.run(*options, model=model)
+    rates.append(bench.ask(["--drive", str(model)]))
+    errors = [rate["error"] for rate in rates if "error" in rate]
+    return row | ({"error": errors[0]} if errors else {"drive_bytes_per_s": [rate["drive_bytes_per_s"] for rate in rates]})
 
 
 def capped(bench: Bench, cap: int, n: int, model: Path, short: list[str | int]) -> dict[str, Any]:
@@ -210,11 +220,12 @@ def divergence(bench: Bench, folder: Path) -> dict[str, Any]:
     """KL of the device's logits to the host's, and the host's own with flash attention on and off (the noise floor)."""
     import numpy as np
 
-    files = {}
+    files, file_bytes = {}, bench.model.stat().st_size
     for name, options in {
         "host": ["--engine", "stock", "--ngl", 0, "--flash-attn", 1],
         "host without flash attention": ["--engine", "stock", "--ngl", 0, "--flash-attn", 0],
         "device": ["--engine", "leanstream", "--flash-attn", 1],
+        "not device_exact": ["--engine", "leanstream", "--flash-attn", 1, "--device-budget", file_bytes // 2, "--inexact"],
     }.items():
         files[name] = folder / f"{len(files)}.f32"
         small = ["--prompt", 48, "--steps", 32, "--rounds", 1, "--logits", files[name]]
@@ -227,13 +238,15 @@ def divergence(bench: Bench, folder: Path) -> dict[str, Any]:
         rows -= rows.max(axis=1, keepdims=True)
         return rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
 
-    host = log_softmax("host")
+    def kl(expected: str, got: str) -> float:
+        p, q = log_softmax(expected), log_softmax(got)
+        return float((np.exp(p) * (p - q)).sum(axis=1).mean())
 
-    def kl(name: str) -> float:
-        other = log_softmax(name)
-        return float((np.exp(host) * (host - other)).sum(axis=1).mean())
-
-    return {"kl_device_to_host": kl("device"), "kl_host_without_flash_attention": kl("host without flash attention")}
+    return {
+        "kl_device_to_host": kl("host", "device"),
+        "kl_not_device_exact_to_device": kl("device", "not device_exact"),
+        "kl_host_without_flash_attention": kl("host", "host without flash attention"),
+    }
 
 
 def judge(rows: dict[str, dict[str, Any]], bus: dict[str, Any], n_steps: int) -> None:
@@ -248,7 +261,7 @@ def judge(rows: dict[str, dict[str, Any]], bus: dict[str, Any], n_steps: int) ->
             stats = row["decode_stats"]
             copies = stats["device_copied_bytes"] / stats["n_tokens"] / bus["bus_bytes_per_s"]
             waits = stats["device_syncs"] / stats["n_tokens"] * bus["two_waits_s"] / 2
-            reads = stats["read_bytes"] / stats["n_tokens"] / bus["drive_bytes_per_s"]
+            reads = stats["read_bytes"] / stats["n_tokens"] / max(row.get("drive_bytes_per_s", [float("inf")]))
             bound = max(compute, copies, reads) + waits
             parts = {"compute_s": compute, "copies_s": copies, "reads_s": reads, "waits_s": waits}
             row["bound"] = {**parts, "share": bound * row["decode"]}
@@ -292,7 +305,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     bench = Bench(build(args), make_model(args), args)
-    bus = bench.ask(["--bus", "--drive", str(disk_copy(bench.model, args))])
+    bus = bench.ask(["--bus"])
     print(f"bus: {bus}", flush=True)
     rows = {
         "stock -ngl 99": bench.run("--engine", "stock", "--ngl", 99),

@@ -3,7 +3,9 @@
 //
 //   device_speed --model F --text F --engine stock|leanstream [--ngl N] [--cpu-moe N] [--mmap] [--device-budget BYTES]
 //                [--budget BYTES] [--prompt N] [--steps N] [--rounds N] [--threads N] [--ubatch N] [--flash-attn 0|1] [--logits FILE]
-//   device_speed --bus [--drive FILE]     rate of random reads of 1 MiB of the file, of copies from page-locked memory to the device, and the time of one wait for it
+//                [--inexact [--host-cost X]]
+//   device_speed --bus            rate of copies from page-locked memory to the device, and the time of two waits for it
+//   device_speed --drive FILE     rate of random reads past the page cache: the best of the shapes that streaming uses
 #include "leanstream.h"
 #include "llama.h"
 
@@ -18,6 +20,7 @@
 #include <map>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -88,6 +91,8 @@ struct Run {
             ls_options lo = {};
             lo.direct_io = 1;
             lo.n_io_threads = 8;
+            lo.device_inexact = options.has("inexact");
+            lo.host_cost = atof(options.text("host-cost", "0").c_str());
             require(ls_install(), "ls_install");
             require(ls_model_open(path.c_str(), &lo, &stream), "open");
             require(ls_model_set_device_budget(stream, uint64_t(options.number("device-budget", 0))), "device budget");
@@ -163,8 +168,9 @@ struct Run {
         require(ls_model_get_stats(stream, &s), "stats");
         ls_model_reset_stats(stream);
         uint64_t * to[] = {&sum.n_tokens, &sum.device_copied_bytes, &sum.device_hits, &sum.device_misses, &sum.device_syncs, &sum.read_bytes,
-            &sum.stall_ns};
-        const uint64_t from[] = {s.n_tokens, s.device_copied_bytes, s.device_hits, s.device_misses, s.device_syncs, s.read_bytes, s.stall_ns};
+            &sum.stall_ns, &sum.device_host_experts};
+        const uint64_t from[] = {s.n_tokens, s.device_copied_bytes, s.device_hits, s.device_misses, s.device_syncs, s.read_bytes, s.stall_ns,
+            s.device_host_experts};
         for (size_t i = 0; i < std::size(from); ++i) {
             *to[i] += from[i];
         }
@@ -201,7 +207,7 @@ struct Run {
 };
 
 // Copies of an expert's size, in order, and round trips of a few bytes.
-void measure_bus(const std::string & file) {
+void measure_bus() {
     ggml_backend_dev_t dev = nullptr;
     for (size_t i = 0; i < ggml_backend_dev_count() && !dev; ++i) {
         ggml_backend_dev_t d = ggml_backend_dev_get(i);
@@ -235,16 +241,25 @@ void measure_bus(const std::string & file) {
         ggml_backend_tensor_get(t, from, 0, 64);
     }
     const double trip = seconds_since(begin) / kTrips;
-    double drive = 0, reads = 0;
-    uint32_t direct = 0;
-    if (!file.empty()) {
-        require(ls_probe_reads(file.c_str(), 1 << 20, 16, 0, 1000, 0, &drive, &reads, &direct), "drive");
-    }
-    printf("{\"bus_bytes_per_s\":%.0f,\"two_waits_s\":%.9f,\"drive_bytes_per_s\":%.0f}\n", best, trip, drive);
+    printf("{\"bus_bytes_per_s\":%.0f,\"two_waits_s\":%.9f}\n", best, trip);
     ggml_backend_buffer_free(device);
     ggml_backend_buffer_free(host);
     ggml_free(ctx);
     ggml_backend_free(backend);
+}
+
+void measure_drive(const std::string & file) {
+    double best = 0;
+    for (const auto & [block_bytes, depth] : {std::pair<uint64_t, uint32_t>{1u << 20, 4}, {1u << 20, 16}, {1u << 20, 64}, {4u << 20, 8}}) {
+        double bytes = 0, reads = 0;
+        uint32_t direct = 0;
+        require(ls_probe_reads(file.c_str(), block_bytes, depth, 0, 500, 0, &bytes, &reads, &direct), "drive");
+        if (!direct) {
+            stop("the page cache of " + file + " cannot be bypassed: its rate says nothing about the drive");
+        }
+        best = std::max(best, bytes);
+    }
+    printf("{\"drive_bytes_per_s\":%.0f}\n", best);
 }
 
 void print_list(const char * key, const std::vector<double> & values) {
@@ -257,9 +272,9 @@ void print_list(const char * key, const std::vector<double> & values) {
 
 void print_stats(const char * key, const ls_stats & s) {
     printf(",\"%s\":{\"n_tokens\":%llu,\"device_copied_bytes\":%llu,\"device_hits\":%llu,\"device_misses\":%llu,\"device_syncs\":%llu,"
-        "\"read_bytes\":%llu,\"stall_ns\":%llu}", key, (unsigned long long) s.n_tokens, (unsigned long long) s.device_copied_bytes,
+        "\"read_bytes\":%llu,\"stall_ns\":%llu,\"device_host_experts\":%llu}", key, (unsigned long long) s.n_tokens, (unsigned long long) s.device_copied_bytes,
         (unsigned long long) s.device_hits, (unsigned long long) s.device_misses, (unsigned long long) s.device_syncs,
-        (unsigned long long) s.read_bytes, (unsigned long long) s.stall_ns);
+        (unsigned long long) s.read_bytes, (unsigned long long) s.stall_ns, (unsigned long long) s.device_host_experts);
 }
 
 void print(Run & run) {
@@ -294,7 +309,11 @@ int main(int argc, char ** argv) {
     }
     llama_backend_init();
     if (options.has("bus")) {
-        measure_bus(options.text("drive", ""));
+        measure_bus();
+        return 0;
+    }
+    if (options.has("drive")) {
+        measure_drive(options.text("drive", ""));
         return 0;
     }
     Run run(options);
