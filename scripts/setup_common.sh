@@ -5,6 +5,7 @@
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$ROOT/.venv"
 LOG="$ROOT/build/setup.log"
+BUILD_DIR=build/dev
 SECONDS=0
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 export CC=${CC:-cc} CXX=${CXX:-c++} # one name in every build: the compiler cache tells cc from gcc
@@ -102,6 +103,34 @@ install_browser() {
     fi
 }
 
+# What a build for Vulkan needs, and Mesa's software driver where there is no other.
+missing_vulkan() {
+    pkg-config --atleast-version=1.4 vulkan 2>/dev/null || echo libvulkan-dev
+    command -v glslc >/dev/null || echo glslc
+    [ -e /usr/include/spirv/unified1/spirv.hpp ] || echo spirv-headers
+    ls /usr/share/vulkan/icd.d/*.json >/dev/null 2>&1 || echo mesa-vulkan-drivers
+}
+
+install_vulkan() {
+    local missing candidate
+    cd "$ROOT" && mkdir -p build
+    missing=$(missing_vulkan | xargs)
+    if [ -z "$missing" ]; then
+        step "vulkan: all there"
+        return
+    elif ! command -v apt-get >/dev/null || [ "$(id -u)" != 0 ]; then
+        die "missing for --vulkan. As root on Debian 13: apt-get update && apt-get install -y pkg-config $missing"
+    fi
+    export DEBIAN_FRONTEND=noninteractive
+    run_logged apt-get update
+    candidate=$(apt-cache policy libvulkan-dev | sed -n 's/^ *Candidate: //p')
+    dpkg --compare-versions "${candidate:-0}" ge 1.4 || die "--vulkan needs Debian 13 or newer: llama.cpp does not compile with Vulkan headers \
+before 1.4 (here libvulkan-dev is $candidate), and the software driver of Debian 12 (Mesa 22.3) crashes in it"
+    step "vulkan: installing $missing"
+    # shellcheck disable=SC2086  # a list of words
+    run_logged apt-get install -y --no-install-recommends pkg-config $missing
+}
+
 # ---- Python environment ----
 
 make_venv() {
@@ -143,13 +172,13 @@ install_llama_cpp_python() {
     CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" run_logged python -m pip install "llama-cpp-python[server] @ file://$sdist"
 }
 
-# install_package EXTRAS [pip options]: builds in build/dev and installs this folder, editable: a changed Python file needs
+# install_package EXTRAS [pip options]: builds in BUILD_DIR and installs this folder, editable: a changed Python file needs
 # no second run, a changed C++ file does.
 install_package() {
     local extras=$1
     shift
     step "leanstream-gguf: compiling llama.cpp and the runtime (minutes at first, seconds with ccache)"
-    run_logged python -m pip install -v --no-build-isolation --config-settings=build-dir=build/dev "$@" -e ".[$extras]"
+    run_logged python -m pip install -v --no-build-isolation --config-settings=build-dir="$BUILD_DIR" "$@" -e ".[$extras]"
     run_logged python -m leanstream_gguf.link # so that a program may import llama_cpp first
     step "leanstream-gguf: $(python -c 'import importlib.metadata as m; print(m.version("leanstream-gguf"))') installed in .venv"
 }

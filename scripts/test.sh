@@ -2,15 +2,18 @@
 # Everything a change must pass: the set-up of quickstart.sh, lint, the native tests, then pytest.
 #
 #   bash scripts/test.sh [--setup-only] [--no-native] [--sanitize] [--browser] [--slow] [pytest arguments]
+#   bash scripts/test.sh --vulkan [--setup-only]
 #
 # --sanitize runs the native tests under the address and the thread sanitizer too (builds ggml twice more).
 # --browser gets Chromium and playwright for the tests of the chat page, which are skipped without them.
+# --vulkan builds for Vulkan (in build/vulkan) and runs the tests of the device tier, on the first device that Vulkan names: Mesa's
+# software driver where there is no GPU. Needs Debian 13's headers. The next run without it puts the ordinary build back.
 # --slow (or LEANSTREAM_SLOW=1) adds the tests that take minutes, such as the comparison with an unpatched build.
 set -euo pipefail
 # shellcheck source=scripts/setup_common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/setup_common.sh"
 
-native=1 sanitize=0 browser=0 setup_only=0
+native=1 sanitize=0 browser=0 vulkan=0 setup_only=0
 pytest_args=()
 for arg in "$@"; do
     case $arg in
@@ -18,6 +21,7 @@ for arg in "$@"; do
         --no-native) native=0 ;;
         --sanitize) sanitize=1 ;;
         --browser) browser=1 ;;
+        --vulkan) vulkan=1 ;;
         *) pytest_args+=("$arg") ;;
     esac
 done
@@ -38,9 +42,22 @@ if [ "$browser" = 1 ]; then
     extras+=,browser
     install_browser
 fi
+if [ "$vulkan" = 1 ]; then
+    install_vulkan
+    BUILD_DIR=build/vulkan
+    export CMAKE_ARGS="${CMAKE_ARGS:-} -DGGML_VULKAN=ON -DLEANSTREAM_TESTS=ON"
+fi
 set_up "$extras"
 if [ "$setup_only" = 1 ]; then
     step "ready: .venv/bin/leanstream, .venv/bin/pytest"
+    exit
+fi
+
+if [ "$vulkan" = 1 ]; then
+    export GGML_VK_VISIBLE_DEVICES=${GGML_VK_VISIBLE_DEVICES:-0} LEANSTREAM_TEST_DEVICE=1
+    step "device tests on Vulkan"
+    ctest --test-dir "$BUILD_DIR" --output-on-failure -R device
+    pytest tests/test_device.py "${pytest_args[@]}"
     exit
 fi
 

@@ -1,8 +1,8 @@
 """Fixtures that every test may use: toy models, larger test models where they exist, a clean environment.
 
 Markers: `slow` runs only with --slow; `native` needs the built libraries; `model` needs files that are not part of the
-repository and is skipped, with a list at the end of the run, where they are missing; `device` needs a GPU; `browser` needs
-Chromium and is skipped, and listed, likewise.
+repository and is skipped, with a list at the end of the run, where they are missing; `device` needs a GPU, `browser` Chromium,
+and they are skipped, and listed, likewise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MARKERS = {
     "slow": "takes more than a few seconds; runs only with --slow",
     "native": "needs the built native libraries",
     "model": "needs model files outside the repository",
-    "device": "needs a GPU",
+    "device": "needs a GPU and a build for it: scripts/test.sh --vulkan",
     "browser": "needs Chromium and playwright: scripts/test.sh --browser gets them",
 }
 KEPT_VARIABLES = ("LEANSTREAM_TEST_", "LEANSTREAM_LIB", "LEANSTREAM_LLAMA_SOURCE")
@@ -126,6 +126,19 @@ def native() -> None:
     from leanstream_gguf import _lib
 
     _lib.native()
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest, native: None) -> None:
+    """A GPU that the libraries were built for. LEANSTREAM_TEST_DEVICE=1: missing it fails and does not skip."""
+    from leanstream_gguf import probe
+
+    if probe.gpus():
+        return
+    reason = "no GPU that these libraries were built for; run scripts/test.sh --vulkan"
+    assert not os.environ.get("LEANSTREAM_TEST_DEVICE"), reason
+    request.config.stash[MISSING]["tests on a device"] = reason
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
