@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from leanstream_gguf.repack import device, writer
 from leanstream_gguf.repack import layout as lean
-from leanstream_gguf.repack import writer
 from leanstream_gguf.repack.gguf_file import encode_key, read_model
 
 
@@ -19,33 +19,30 @@ def make_lean(
     n_hot: int = 2,
     faithful: bool = False,
     margin: float = 1e9,
+    device_hot: float = 0.0,
     thresholds: tuple[tuple[float, float], ...] = (),
 ) -> Path:
     """Repack `source`: every dense layer that allows it into clusters, experts bundled.
 
     Args:
         margin: of the sketch; the default makes every neuron a candidate.
+        device_hot: share of the neurons that are stored for a device too.
         thresholds: (max_kl, threshold of every layer) of each lossy setting.
     """
     model = read_model(str(source))
     rng = np.random.default_rng(7)
-    neurons = [
-        lean.NeuronLayer(
-            ffn.block,
-            ffn.gate,
-            ffn.up,
-            ffn.down,
-            ffn.down.type,
-            ffn.biases,
-            rng.permutation(ffn.down.ne[0]).astype(np.int32),
-            cluster_size,
-            n_hot,
-            4096,
-            faithful,
-        )
-        for ffn in lean.find_dense(model)
-        if ffn.why_not is None
-    ]
+    neurons = []
+    for ffn in lean.find_dense(model):
+        if ffn.why_not is None:
+            perm = rng.permutation(ffn.down.ne[0]).astype(np.int32)
+            heat = rng.integers(0, 100, ffn.down.ne[0], dtype=np.uint32)
+            perm, n_device = device.hottest_first(perm, heat, ffn.down.type.n_elements, device_hot)
+            neurons.append(
+                lean.NeuronLayer(
+                    ffn.block, ffn.gate, ffn.up, ffn.down, ffn.down.type, ffn.biases, perm, cluster_size, n_hot, 4096, faithful,
+                    n_device=n_device,
+                )
+            )  # fmt: skip
     keys = []
     if neurons:
         n = len(neurons)

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lean_files import make_lean
 
 from leanstream_gguf.errors import ArgumentError, FormatError, RepackError, UnsupportedError
-from leanstream_gguf.repack import gguf_file, jobs, journal, layout, lean_file, storage, unpack, writer
+from leanstream_gguf.repack import device, gguf_file, jobs, journal, layout, lean_file, storage, unpack, writer
 from leanstream_gguf.repack.format import BY_NAME, PAGE
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("native")]
@@ -88,6 +89,39 @@ def test_neurons_are_restored(tiny: Tiny, tmp_path: Path, name: str, cluster_siz
     assert (f"blk.0.ffn.sketch.lean" in lean.model.tensors) == faithful  # noqa: F541
     assert unpack.unpack(out, tmp_path / "back.gguf", quiet=True).identical
     assert sha256(tmp_path / "back.gguf") == sha256(tiny(name))
+
+
+def test_the_hottest_blocks_of_neighbours_come_first() -> None:
+    perm = np.array([7, 1, 5, 3, 0, 2, 4, 6], np.int32)
+    fired = np.array([1, 0, 9, 0, 0, 2, 3, 3], np.uint32)
+    order, n = device.hottest_first(perm, fired, 2, 0.5)
+    assert n == 4 and order.tolist() == [2, 3, 6, 7, 1, 5, 0, 4]
+    order, n = device.hottest_first(perm, fired, 1, 0.0)
+    assert n == 0 and order.tolist() == perm.tolist()
+
+
+@pytest.mark.parametrize("name", ["dense_arcee", "dense_untied"])  # without a gate, and with one
+def test_matrices_for_a_device_are_blocks_of_the_source(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """Found with nothing but the document; the source comes back all the same."""
+    source, out = tiny(name), make_lean(tiny(name), tmp_path / "x.lean.gguf", device_hot=0.5)
+    model, lean = gguf_file.read_model(source), lean_file.LeanFile(out)
+    old, raw = source.read_bytes(), out.read_bytes()
+
+    def rows(data: bytes, tensor: gguf_file.TensorInfo) -> Any:
+        return np.frombuffer(data, np.uint8, tensor.n_bytes, tensor.offset).reshape(tensor.n_rows, -1)
+
+    for block, n in zip(lean.neurons, lean.model.get("leanstream.neurons.n_device"), strict=True):
+        down, up = model.tensors[f"blk.{block}.ffn_down.weight"], model.tensors[f"blk.{block}.ffn_up.weight"]
+        size, n_embd = down.type.n_elements, down.ne[1]
+        assert n == down.ne[0] // size // 2 * size and lean.neurons[block].n_device == n
+        front = np.frombuffer(raw, "<i4", n, lean.tensor(f"blk.{block}.ffn.perm.lean").offset)
+        expected = rows(old, down).reshape(n_embd, -1, down.type.n_bytes)[:, front[::size] // size]
+        assert (front.reshape(-1, size) == front[::size, None] + np.arange(size)).all()
+        assert (rows(raw, lean.tensor(f"blk.{block}.ffn.device_down.lean")) == expected.reshape(n_embd, -1)).all()
+        assert (f"blk.{block}.ffn.device_up.lean" in lean.model.tensors) == (name == "dense_untied")
+        if name == "dense_untied":
+            assert (rows(raw, lean.tensor(f"blk.{block}.ffn.device_up.lean")) == rows(old, up)[front]).all()
+    assert unpack.unpack(out, tmp_path / "back.gguf", quiet=True).identical
 
 
 def test_records_are_where_the_document_says(tiny: Tiny, tmp_path: Path) -> None:
@@ -273,6 +307,18 @@ def test_a_file_that_reads_back_wrong_is_refused(tiny: Tiny, tmp_path: Path, mon
     monkeypatch.setattr(storage.Output, "write", flipping)
     with pytest.raises(RepackError, match=r"read back|give back"):
         repack(tiny("moe_qwen3"), tmp_path / "x.lean.gguf")
+    assert not (tmp_path / "x.lean.gguf").exists()
+
+
+def test_a_matrix_for_a_device_that_reads_back_wrong_is_refused(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = jobs.Target.put
+
+    def flipping(self: jobs.Target, name: str, data: Any, at: int = 0) -> None:
+        put(self, name, data ^ 1 if name == "blk.1.ffn.device_down.lean" else data, at)
+
+    monkeypatch.setattr(jobs.Target, "put", flipping)
+    with pytest.raises(RepackError, match=r"blk\.1\.ffn\.device_down\.lean differs"):
+        make_lean(tiny("dense_arcee"), tmp_path / "x.lean.gguf", device_hot=0.5)
     assert not (tmp_path / "x.lean.gguf").exists()
 
 

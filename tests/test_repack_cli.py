@@ -129,6 +129,15 @@ class TestCommands:
         assert cli.main(["unpack", str(out), str(back), "--quiet"]) == 0
         assert "the same bytes" in capsys.readouterr().out and back.read_bytes() == model.read_bytes()
 
+    def test_neurons_for_a_device(self, calibrated: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        model, record = calibrated
+        out = tmp_path / "x.lean.gguf"
+        command = ["repack", str(model), str(out), "--calibration", str(record), "--device-hot", "50%", "--quiet", "--no-verify-run"]
+        assert cli.main(command) == 0
+        assert "neurons for a device" in capsys.readouterr().out
+        assert cli.main(["inspect", "-m", str(out)]) == 0
+        assert "50% of the neurons are there for a device too" in capsys.readouterr().out
+
     def test_experts_need_no_record(self, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         out = tmp_path / "x.lean.gguf"
         assert cli.main(["repack", str(tiny("moe_qwen3")), str(out), "--quiet", "--verify-run"]) == 0
@@ -155,6 +164,9 @@ class TestCommands:
             (["--alignment", "100"], 2, "--alignment"),
             (["--down-type", "Q9"], 2, "--down-type"),
             (["--from-source", "x.gguf"], 2, "--down-type"),
+            (["--device-hot", "hot"], 2, "--device-hot"),
+            (["--device-hot", "101%"], 2, "--device-hot"),
+            (["--device-hot", "0.1", "--layout", "faithful"], 2, "the layout exact"),
             (["--calibration", "missing"], 3, "leanstream calibrate"),
             (["--experts-only"], 4, "leanstream calibrate"),
         ],

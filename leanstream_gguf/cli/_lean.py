@@ -33,6 +33,7 @@ def document(path: str) -> dict[str, Any]:
             "stride": place.clusters.ne[0],
             "n_clusters": place.clusters.ne[1],
             "n_hot": place.n_hot,
+            "n_device": place.n_device,
             "amplification": amplification[i],
             "amplification_best": best[i],
         }
@@ -61,6 +62,9 @@ def lines(found: dict[str, Any]) -> list[str]:
     if found["layers"]:
         text.append("  read amplification: bytes of the clusters a token touches over bytes of its firing neurons, empty cache")
         text.append(layer_table(found["layers"]))
+        if n_device := sum(layer["n_device"] for layer in found["layers"]):
+            n = sum(layer["cluster_size"] * layer["n_clusters"] for layer in found["layers"])
+            text.append(f"  {n_device / n:.0%} of the neurons are there for a device too")
     if found["requantised"]:
         text.append(f"  lossy: {len(found['requantised'])} down projections are not in the source's type")
     for setting in (found["calibration"] or {}).get("settings", ()):

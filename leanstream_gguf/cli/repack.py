@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drive", metavar="FILE", help="rates of the drive from an earlier `repack --json`, instead of measuring it")
     parser.add_argument("--down-type", metavar="TYPE", help="lossy: store down projections in another type, such as Q4_0")
     parser.add_argument("--from-source", metavar="FILE", help="with --down-type: make them from this file of higher precision")
+    parser.add_argument(
+        "--device-hot",
+        default="0",
+        metavar="SHARE",
+        help="store the hottest neurons of each layer (0.25 or 25%%) once more as matrices, which a GPU multiplies with; default none",
+    )
     parser.add_argument("--experts-only", action="store_true", help="leave dense layers as they are")
     parser.add_argument(
         "--verify-run",
@@ -58,6 +64,13 @@ def _cluster(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise ArgumentError(f"--cluster must be auto or a number of neurons, not {text!r}")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise ArgumentError(f"--device-hot must be a share such as 0.25 or 25%, not {text!r}") from None
 
 
 def _calibration(args: argparse.Namespace) -> str | None:
@@ -85,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
         down_type=None if args.down_type is None else args.down_type.upper(),
         from_source=args.from_source,
         drive=args.drive,
+        device_hot=_share(args.device_hot),
         force=args.force,
         quiet=args.quiet,
     )
@@ -153,6 +167,11 @@ def summary(done: Repacked) -> str:
         lines.append(f"  lossy: down projections requantised, relative error at most {worst:.3%} of a layer's norm")
     if done.layers:
         lines.append(layer_table(done.layers))
+    if any(layer["n_device"] for layer in done.layers):
+        shares = [layer["device_share"] for layer in done.layers]
+        lines.append(
+            f"  neurons for a device: {min(shares):.0%} to {max(shares):.0%} of a layer's firing ones, on the calibration text"
+        )
     for block, why in done.left_alone.items():
         lines.append(f"  layer {block} left as it is: {why}")
     return "\n".join(lines)

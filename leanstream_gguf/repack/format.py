@@ -17,6 +17,8 @@ PREFIX = "leanstream."
 KEPT = "leanstream.kept."
 MISLEADING = ("general.alignment", "split.")  # source keys that a reader of the lean file would take for its own
 
+DEVICE_DOWN, DEVICE_UP = "device_down", "device_up"  # matrices of the neurons that are there for a device too
+
 TYPE_I8, TYPE_I32 = 24, 26  # ggml types of our own tensors
 
 
@@ -68,5 +70,5 @@ def name_expert_checksums(block: int) -> str:
 
 
 def name_of(block: int, what: str) -> str:
-    """`what`: clusters, planes, sketch, perm or checksums."""
+    """`what`: clusters, planes, sketch, perm, checksums, device_down or device_up."""
     return f"blk.{block}.ffn.{what}.lean"

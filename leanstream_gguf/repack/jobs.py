@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from .._lib import check, native
+from . import device, sketch
 from . import format as f
-from . import sketch
 from .blocks import Bytes
 from .columns import gather_columns, planes_of
 from .gguf_file import TensorInfo
@@ -122,6 +122,8 @@ class Neurons:
             target.put(layer.name("checksums"), crc32c_rows(clusters), first // layer.cluster_size * 4)
         if len(planes_raw):
             target.put(layer.name("planes"), planes_raw)
+        for name, at, data in device.matrices(layer, target.down_rows.reader(layer, source), source):
+            target.put(name, data, at)
         for part in (*layer.row_parts, layer.deciding, layer.down):
             source.drop_cached(part.shard, part.offset, part.n_bytes)
 

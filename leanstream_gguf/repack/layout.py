@@ -78,6 +78,7 @@ class NeuronLayer:
     """A dense feed-forward layer cut into clusters, and what was decided about it.
 
     `faithful` puts the deciding rows into the records too. `requantised`: the stored down projection is not the source's.
+    `n_device`: leading neurons, whole blocks of the down projection, that the file holds as matrices too.
     """
 
     block: int
@@ -92,6 +93,7 @@ class NeuronLayer:
     alignment: int
     faithful: bool
     requantised: bool = False
+    n_device: int = 0
 
     @property
     def n_ff(self) -> int:
@@ -267,6 +269,11 @@ def _add_neurons(layout: Layout, layer: NeuronLayer) -> None:
         row = f.sketch_row_bytes(layer.deciding.ne[0])
         _add(layout, layer.name("sketch"), (row, layer.n_ff), f.TYPE_I8, row * layer.n_ff)
     _add(layout, layer.name("checksums"), (layer.n_clusters,), f.TYPE_I32, 4 * layer.n_clusters)
+    if n := layer.n_device:
+        n_embd, kind = layer.down.ne[1], layer.down_type
+        if layer.gate is not None:
+            _add(layout, layer.name(f.DEVICE_UP), (layer.up.ne[0], n), layer.up.type.id, n * layer.up.row_bytes)
+        _add(layout, layer.name(f.DEVICE_DOWN), (n, n_embd), kind.id, n_embd * kind.row_bytes(n))
     size = layer.stride * layer.n_clusters
     _add(layout, layer.name("clusters"), (layer.stride, layer.n_clusters), f.TYPE_I8, size)
 
@@ -317,6 +324,8 @@ def _own_keys(layout: Layout, sha256: Sequence[str]) -> list[bytes]:
             ("neurons.cluster_size", "u32[]", [layer.cluster_size for layer in layers]),
             ("neurons.n_hot", "u32[]", [layer.n_hot for layer in layers]),
         ]
+    if any(layer.n_device for layer in layers):
+        entries.append(("neurons.n_device", "u32[]", [layer.n_device for layer in layers]))
     if changed := [layer.block for layer in layers if layer.requantised]:
         entries.append(("down_type.changed", "u32[]", changed))
     own = [encode_key(f.PREFIX + key, kind, value) for key, kind, value in entries]

@@ -29,6 +29,7 @@ class NeuronPlace:
     block: int
     cluster_size: int
     n_hot: int
+    n_device: int
     record_bytes: int
     clusters: TensorInfo  # [stride, n_clusters]
 
@@ -99,9 +100,10 @@ class LeanFile:
     def _neurons(self) -> Iterator[NeuronPlace]:
         blocks = self.model.get("leanstream.neurons.layers") or []
         sizes, hot = (self._key(f"neurons.{name}") if blocks else [] for name in ("cluster_size", "n_hot"))
-        if not len(blocks) == len(sizes) == len(hot):
+        on_device = self.model.get("leanstream.neurons.n_device") or [0] * len(blocks)
+        if not len(blocks) == len(sizes) == len(hot) == len(on_device):
             raise self._broken("the leanstream.neurons arrays have different lengths")
-        for block, size, n_hot in zip(blocks, sizes, hot, strict=True):
+        for block, size, n_hot, n_device in zip(blocks, sizes, hot, on_device, strict=True):
             clusters = self.tensor(f.name_of(block, "clusters"))
             down = self.virtual.get(f"blk.{block}.ffn_down.weight")
             if down is None:
@@ -114,7 +116,9 @@ class LeanFile:
                 raise self._broken(f"the clusters of blk.{block} do not have the size they should")
             if self.tensor(f.name_of(block, "perm")).ne != (columns.n_ff,):
                 raise self._broken(f"the order of blk.{block}'s neurons does not have the length it should")
-            yield NeuronPlace(block, size, n_hot, record, clusters)
+            if n_device and self.tensor(f.name_of(block, f.DEVICE_DOWN)).ne != (n_device, columns.n_embd):
+                raise self._broken(f"the matrices of blk.{block} for a device do not have the size they should")
+            yield NeuronPlace(block, size, n_hot, n_device, record, clusters)
 
     def columns(self, block: int) -> ColumnLayout:
         down = self.virtual[f"blk.{block}.ffn_down.weight"]

@@ -7,9 +7,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..calibrate.record import LayerRecord, Record
 from ..errors import ArgumentError, CalibrationError, UnsupportedError
-from . import cost
+from . import cost, device
 from . import format as f
 from .gguf_file import Model, encode_key, read_model
 from .layout import DenseFfn, NeuronLayer, find_dense, find_experts, make_layout
@@ -27,6 +29,7 @@ class Request:
         cluster: neurons in a cluster, 0 = chosen by the cost model.
         alignment: 512 or 4096, 0 = what the output's drive allows.
         down_type: another type for down projections, lossy. from_source: a file of higher precision to make them from.
+        device_hot: share of each layer's neurons that the file holds as matrices too, for a device: the hottest.
         drive: JSON file with a drive's rates (of an earlier `repack --json`), instead of measuring the source's drive.
     """
 
@@ -41,6 +44,7 @@ class Request:
     force: bool = False
     quiet: bool = False
     drive: str | None = None
+    device_hot: float = 0.0
 
     @property
     def out_path(self) -> str:
@@ -68,6 +72,10 @@ def _check(request: Request) -> None:
         raise ArgumentError(f"--cluster must be auto or from 1 to 4096, not {request.cluster}")
     if request.down_type is not None and request.down_type not in f.BY_NAME:
         raise ArgumentError(f"--down-type must be one of {', '.join(sorted(f.BY_NAME))}, not {request.down_type!r}")
+    if not 0 <= request.device_hot <= 1:
+        raise ArgumentError(f"--device-hot must be a share from 0 to 1 or a percentage, not {request.device_hot}")
+    if request.device_hot and request.layout == "faithful":
+        raise ArgumentError("--device-hot needs the layout exact: a device computes the whole projection that decides")
     if request.from_source is not None and request.down_type is None:
         raise ArgumentError("--from-source needs --down-type: without it the down projection is copied as it is")
 
@@ -101,12 +109,14 @@ class _Planner:
         faithful = self.request.layout == "faithful"
         changed = kind != ffn.down.type or self.request.from_source is not None
 
+        perm, n_device = device.hottest_first(found.perm, found.fired, kind.n_elements, self.request.device_hot)
+
         def layer(size: int, n_hot: int) -> NeuronLayer:
             return NeuronLayer(
-                ffn.block, ffn.gate, ffn.up, ffn.down, kind, ffn.biases, found.perm, size, n_hot, self.alignment, faithful, changed
+                ffn.block, ffn.gate, ffn.up, ffn.down, kind, ffn.biases, perm, size, n_hot, self.alignment, faithful, changed, n_device
             )  # fmt: skip
 
-        fires = cost.unpack_sample(found.sample, found.n_ff)
+        fires = cost.unpack_sample(found.sample, found.n_ff)[:, np.argsort(found.perm)[perm]]
         record_bytes = layer(1, 0).record_bytes
         best = cost.choose(fires, record_bytes, self.drive)
         used = cost.cluster_cost(fires, self.request.cluster, record_bytes, self.drive) if self.request.cluster else best
@@ -119,6 +129,8 @@ class _Planner:
                 "record_bytes": record_bytes,
                 "stride": used.stride,
                 "n_hot": used.n_hot,
+                "n_device": n_device,
+                "device_share": float(found.fired[perm[:n_device]].sum() / max(1, found.fired.sum())),
                 "amplification": used.amplification,
                 "amplification_best": best.amplification,
                 "reads_per_token": used.n_reads,

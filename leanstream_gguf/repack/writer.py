@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, LeanStreamError, ModelUnreadableError, RepackError
+from . import device, jobs
 from . import format as f
-from . import jobs
 from .hashing import SourceHashes
 from .journal import Journal
 from .layout import Layout, header_bytes
@@ -94,7 +94,7 @@ def write(
         output.write(0, header_bytes(layout, sha256).ljust(layout.data_offset, b"\0"))
         output.sync()
         _drop_from_cache(partial)
-        verify_seconds = read_back(str(partial), layout, quiet=quiet)
+        verify_seconds = read_back(str(partial), layout, rows, quiet=quiet)
         checked = check(str(partial)) if check else None
     except BaseException:
         hashes.stop()
@@ -145,8 +145,8 @@ def _run_jobs(target: jobs.Target, journal: Journal, quiet: bool) -> float:
     return progress.finish()
 
 
-def read_back(path: str, layout: Layout, *, quiet: bool = False) -> float:
-    """Restore the source from the file and compare its SHA-256 with the source's; seconds.
+def read_back(path: str, layout: Layout, down_rows: DownRows, *, quiet: bool = False) -> float:
+    """Restore the source from the file and compare its SHA-256 with the source's; seconds. Matrices for a device are made again.
 
     Tensors that were requantised cannot be compared so; their records' checksums are, and the rest byte by byte.
 
@@ -159,6 +159,7 @@ def read_back(path: str, layout: Layout, *, quiet: bool = False) -> float:
         changed = lean.requantised()
         with Source(lean.model.shards) as written, Source(layout.source.shards) as source:
             restorer = Restorer(lean, written)
+            _compare_device(lean, layout, down_rows, written, source)
             for shard in range(len(lean.sha256)):
                 if changed:
                     _compare(lean, restorer, shard, source, changed, progress)
@@ -174,6 +175,13 @@ def read_back(path: str, layout: Layout, *, quiet: bool = False) -> float:
     except LeanStreamError as error:
         raise RepackError(f"{path} does not read back as it was written: {error}", path=path) from error
     return progress.finish()
+
+
+def _compare_device(lean: LeanFile, layout: Layout, down_rows: DownRows, written: Source, source: Source) -> None:
+    for layer in layout.neurons:
+        for name, at, data in device.matrices(layer, down_rows.reader(layer, source), source):
+            if written.read(lean.tensor(name), at, len(data)).tobytes() != data.tobytes():
+                raise RepackError(f"{lean.path} does not read back as it was written: {name} differs", path=lean.path)
 
 
 def _compare(lean: LeanFile, restorer: Restorer, shard: int, source: Source, changed: set[str], progress: Progress) -> None:
