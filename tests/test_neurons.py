@@ -370,6 +370,7 @@ def test_corrupt_data_is_found_at_its_first_read(lean: Callable[..., Path], tmp_
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        (b"blk.1.ffn.device_down.lean", b"blk.1.ffn.device_dawn.lean", "device_down.lean or device_up.lean does not fit"),
         (b"leanstream.neurons.n_hot", b"leanstream.neurons.n_hat", "n_hot is missing"),
         (b"blk.1.ffn.perm.lean", b"blk.1.ffn.pern.lean", "perm.lean is missing"),
         (b"leanstream.virtual.offset", b"leanstream.virtual.offsat", "offset is missing"),
@@ -378,7 +379,7 @@ def test_corrupt_data_is_found_at_its_first_read(lean: Callable[..., Path], tmp_
 def test_edited_files_are_refused(lean: Callable[..., Path], tmp_path: Path, old: bytes, new: bytes, message: str) -> None:
     from leanstream_gguf.errors import FormatError
 
-    path = damaged(lean("dense_arcee"), tmp_path, old, new)
+    path = damaged(lean("dense_arcee", device_hot=0.5), tmp_path, old, new)
     with pytest.raises(FormatError, match="repack the model again") as caught, streamed(path, "full", **SHAPE):
         pass
     assert message in str(caught.value)

@@ -5,6 +5,7 @@
 
 #include "ggml-backend.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <thread>
@@ -75,7 +76,88 @@ void exact_at_every_device_budget(const char * name) {
     }
 }
 
+// mean Kullback-Leibler divergence of two models' next tokens
+double divergence(const std::vector<float> & p, const std::vector<float> & q, size_t n_vocab) {
+    double sum = 0;
+    for (size_t row = 0; row < p.size(); row += n_vocab) {
+        const float * a = p.data() + row, * b = q.data() + row;
+        const double most_a = *std::max_element(a, a + n_vocab), most_b = *std::max_element(b, b + n_vocab);
+        double sum_a = 0, sum_b = 0, dot = 0;
+        for (size_t i = 0; i < n_vocab; ++i) {
+            const double e = std::exp(a[i] - most_a);
+            sum_a += e;
+            sum_b += std::exp(b[i] - most_b);
+            dot   += e * ((a[i] - most_a) - (b[i] - most_b));
+        }
+        sum += dot / sum_a - std::log(sum_a) + std::log(sum_b);
+    }
+    return sum / double(p.size() / n_vocab);
+}
+
+// Neurons that fire are summed on the host, those that the file holds for the device there.
+void lean_at_every_budget(const char * name, uint32_t fidelity, bool summed_there) {
+    require_device();
+    const std::string path = check::toy(name);
+    Streaming s = on_device(0);
+    s.fidelity = fidelity;
+    ToyModel everything(path, s);
+    const std::vector<float> expected = run(everything);
+    REQUIRE(!expected.empty());
+    const ls_stats stats = everything.stats();
+    CHECK_EQ(stats.device_syncs, 2 * everything.n_layers() * stats.n_graphs);
+    CHECK_EQ(stats.device_hits > 0, summed_there);
+    CHECK(stats.device_misses > 0);
+
+    Streaming host;
+    host.fidelity = fidelity;
+    ToyModel without(path, host);
+    CHECK(divergence(run(without), expected, everything.n_vocab()) < 1e-3);
+
+    const uint64_t low = everything.device_number("minimum_budget_bytes"), high = everything.device_number("full_budget_bytes");
+    for (const uint64_t device_budget : {low, (low + high) / 2, high}) {
+        for (const double level : {check::kMinimum, check::kUnlimited}) {
+            s = on_device(device_budget, level);
+            s.fidelity = fidelity;
+            ToyModel m(path, s);
+            const std::string what = path + " at " + std::to_string(device_budget) + " of device memory, host level " + std::to_string(level);
+            check::same_logits(run(m), expected, what);
+            check::same_logits(run(m), expected, what + ", warm");
+            CHECK(m.stats().device_used_bytes <= device_budget);
+        }
+    }
+}
+
 } // namespace
+
+TEST(neurons)                  { lean_at_every_budget("dense_arcee_lean", 0, false); }
+TEST(gated_neurons)            { lean_at_every_budget("dense_tied_lean", 0, false); }
+TEST(neurons_for_a_device)     { lean_at_every_budget("dense_arcee_device", 0, true); }
+TEST(gated_for_a_device)       { lean_at_every_budget("dense_tied_device", 0, true); }
+TEST(neurons_by_their_sketch)  { lean_at_every_budget("dense_arcee_faithful", 1, false); }
+
+// A record in place of three slices: the same experts.
+TEST(bundled_experts) {
+    require_device();
+    ToyModel whole(check::toy("moe_merged"), 2, 99);
+    const std::vector<float> expected = run(whole);
+    const std::string path = check::toy("moe_merged_lean");
+    const Range r = range(path);
+    for (const uint64_t device_budget : {r.low, (r.low + r.high) / 2, r.high}) {
+        ToyModel m(path, on_device(device_budget, check::kMinimum));
+        check::same_logits(run(m), expected, path + " at " + std::to_string(device_budget) + " of device memory");
+    }
+}
+
+// Blocks of the host keep its own path.
+TEST(neurons_of_some_blocks) {
+    require_device();
+    const std::string path = check::toy("dense_arcee_device");
+    ToyModel everything(path, on_device(0, check::kUnlimited, 3));
+    const std::vector<float> expected = run(everything);
+    REQUIRE(!expected.empty());
+    ToyModel m(path, on_device(everything.device_number("minimum_budget_bytes"), check::kMinimum, 3));
+    check::same_logits(run(m), expected, "least device memory");
+}
 
 TEST(moe_qwen3)      { exact_at_every_device_budget("moe_qwen3"); }
 TEST(moe_bias)       { exact_at_every_device_budget("moe_bias"); }

@@ -20,13 +20,14 @@ def main(folder: Path) -> None:
 
     sources = folder / "sources"
     sources.mkdir(parents=True, exist_ok=True)
-    for name, options in (
-        ("dense_arcee", {}),
-        ("dense_arcee", {"faithful": True, "margin": 0.5}),
-        ("dense_tied", {}),
-        ("moe_merged", {}),
+    for name, kind, options in (
+        ("dense_arcee", "lean", {}),
+        ("dense_arcee", "faithful", {"faithful": True, "margin": 0.5}),
+        ("dense_arcee", "device", {"device_hot": 0.5}),
+        ("dense_tied", "lean", {}),
+        ("dense_tied", "device", {"device_hot": 0.5}),
+        ("moe_merged", "lean", {}),
     ):
-        kind = "faithful" if options else "lean"
         make_lean(write_model(name, sources), folder / f"{name}_{kind}.gguf", cluster_size=1, **options)
 
 

@@ -46,6 +46,14 @@ TEST(gated)    { same_at_every_budget("dense_tied_lean"); }
 TEST(faithful) { same_at_every_budget("dense_arcee_faithful", 1); }
 TEST(experts)  { same_at_every_budget("moe_merged_lean"); }
 
+// Matrices for a device do not concern the host: neither their bytes nor the order of neurons show.
+TEST(made_for_a_device_and_run_without) {
+    for (const char * name : { "dense_arcee", "dense_tied" }) {
+        same_logits(everything_resident(toy(std::string(name) + "_device"), 0), everything_resident(toy(std::string(name) + "_lean"), 0), name);
+    }
+    same_at_every_budget("dense_arcee_device");
+}
+
 TEST(the_order_in_which_reads_arrive_does_not_show) {
     for (const auto & [name, fidelity] : { std::pair<const char *, uint32_t>{ "dense_arcee_lean", 0 }, { "dense_tied_lean", 0 },
                                            { "dense_arcee_faithful", 1 } }) {

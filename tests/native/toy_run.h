@@ -67,6 +67,8 @@ public:
 
     ls_model * streamed() const { return stream_; }
     ls_stats stats() const;
+    uint64_t n_layers() const { return uint64_t(llama_model_n_layer(model_)); }
+    uint64_t n_vocab() const { return uint64_t(llama_vocab_n_tokens(llama_model_get_vocab(model_))); }
     uint64_t plan_number(const char * key) const; // of the plan in force
     uint64_t device_number(const char * key) const; // of the plan's device part
     uint64_t file_offset(const char * tensor) const;

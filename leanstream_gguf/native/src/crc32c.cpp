@@ -102,10 +102,10 @@ uint32_t crc32c_portable(const void * data, size_t n) {
     return ~update_portable(~0u, static_cast<const uint8_t *>(data), n);
 }
 
-uint32_t crc32c(const void * data, size_t n) {
+uint32_t crc32c(const void * data, size_t n, uint32_t before) {
     static const bool hardware = have_hardware();
     const auto * p = static_cast<const uint8_t *>(data);
-    return ~(hardware ? update_hardware(~0u, p, n) : update_portable(~0u, p, n));
+    return ~(hardware ? update_hardware(~before, p, n) : update_portable(~before, p, n));
 }
 
 } // namespace ls

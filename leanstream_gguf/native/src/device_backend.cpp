@@ -1,4 +1,5 @@
 // Which of llama.cpp's backends computes a context's blocks on the device.
+#include "device_pass.h"
 #include "model.h"
 
 #include "json.h"

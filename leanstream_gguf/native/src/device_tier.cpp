@@ -125,7 +125,7 @@ DeviceTier::~DeviceTier() {
 
 bool DeviceTier::places(const Weight & w, const ggml_tensor * node, int source) const {
     const int32_t block = block_of(w.entry->name);
-    if (block < 0 ? node->op == GGML_OP_GET_ROWS : block < placement_.first_block) {
+    if (block < 0 ? node->op == GGML_OP_GET_ROWS : !has_block(block)) {
         return false;
     }
     if (is_view_op(node->op)) {
@@ -484,22 +484,37 @@ void DeviceTier::allocate(Weights & weights) {
     activated_ = true;
 }
 
+// A rearranged file holds an expert's parts side by side; others hold each part of all experts.
+void DeviceTier::add_expert_loads(const MoeLayer & moe, Layer & l, std::vector<Load> & out) {
+    const std::vector<ggml_tensor *> & twins = l.resident ? l.stacked : l.slots;
+    const uint64_t n = l.resident ? moe.n_experts : l.expert_of.size();
+    for (uint32_t e = 0; moe.bundle && e < n; ++e) {
+        out.push_back({moe.bundle->shard, moe.record_offset(e), moe.record_bytes(), moe.checksums ? moe.first_unit + e : Load::kUnchecked, {}});
+        for (uint32_t p = 0; p < twins.size(); ++p) {
+            out.back().parts.push_back({twins[p], moe.parts[p]->entry->part_offset, e * twins[p]->nb[2], twins[p]->nb[2]});
+        }
+    }
+    for (uint32_t p = 0; !moe.bundle && p < twins.size(); ++p) {
+        const IndexEntry & entry = *moe.parts[p]->entry;
+        out.push_back({entry.shard, entry.offset, n * twins[p]->nb[2], Load::kUnchecked, {{twins[p], 0, 0, n * twins[p]->nb[2]}}});
+    }
+    for (int32_t s = 0; !l.resident && s < int32_t(n); ++s) { // something to begin with
+        l.expert_of[size_t(s)] = l.slot_of[size_t(s)] = s;
+        l.policy->insert(uint32_t(s));
+    }
+}
+
 std::vector<DeviceTier::Load> DeviceTier::loads(const Weights & weights) {
     std::vector<Load> out;
     for (const Weight & w : weights.all()) {
-        if (!w.on_device || !twin(w)) {
-            continue;
+        const bool here = w.on_device && w.use != Use::expert && twin(w);
+        if (here && (w.use != Use::dense || group_resident(weights.groups[size_t(w.group)]))) {
+            out.push_back({w.entry->shard, w.entry->offset, w.entry->n_bytes, Load::kUnchecked, {{twin(w), 0, 0, w.entry->n_bytes}}});
         }
-        if (w.use == Use::expert && !layers_[size_t(w.layer)].resident) {
-            Layer & l = layers_[size_t(w.layer)];
-            ggml_tensor * t = l.slots[size_t(w.part)];
-            out.push_back({&w, t, uint64_t(t->nb[3])});
-            for (int32_t s = 0; w.part == 0 && s < int32_t(l.expert_of.size()); ++s) { // something to begin with
-                l.expert_of[size_t(s)] = l.slot_of[size_t(s)] = s;
-                l.policy->insert(uint32_t(s));
-            }
-        } else if (w.use != Use::dense || group_resident(weights.groups[size_t(w.group)])) {
-            out.push_back({&w, twin(w), w.entry->n_bytes});
+    }
+    for (size_t i = 0; i < layers_.size(); ++i) {
+        if (plan_.n_slots[i] > 0) {
+            add_expert_loads(weights.moe_layers[i], layers_[i], out);
         }
     }
     return out;

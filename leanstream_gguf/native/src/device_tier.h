@@ -53,6 +53,7 @@ public:
     // ---- which weights (while graphs are learned)
     // true: this weight is used on the device by this node
     bool places(const Weight & w, const ggml_tensor * node, int source) const;
+    bool has_block(int32_t block) const { return block >= placement_.first_block; }
 
     // ---- plan
     DevicePlanInput plan_input(Weights & weights, uint64_t fixed_bytes, uint64_t budget_bytes);
@@ -72,7 +73,14 @@ public:
     void choose(Weights & weights, const DevicePlan & plan);
     void allocate(Weights & weights);
     // what to read at activation: resident twins, and for partial layers the experts 0 .. n_slots
-    struct Load { const Weight * weight; ggml_tensor * twin; uint64_t n_bytes; };
+    struct Load {
+        static constexpr uint32_t kUnchecked = UINT32_MAX;
+        struct Part { ggml_tensor * twin; uint64_t from, at, n_bytes; }; // from: in what is read, at: in the twin
+        uint32_t shard;
+        uint64_t offset, n_bytes; // in the file
+        uint32_t unit;            // the expert whose whole record this is: it has a checksum
+        std::vector<Part> parts;
+    };
     std::vector<Load> loads(const Weights & weights);
     bool group_resident(const DenseGroup & g) const; // its matrices stay on the device: needs no host memory
     bool layer_resident(uint32_t layer) const;       // all its experts stay on the device
@@ -151,6 +159,7 @@ private:
     struct StreamedBlock { std::vector<Weight *> members; std::vector<uint32_t> groups; };
 
     ggml_tensor * new_tensor(const Weight & w, int64_t n_stacked);
+    void add_expert_loads(const MoeLayer & moe, Layer & l, std::vector<Load> & out);
     void make_resident(Weights & weights);
     void make_stages();
     void place_all(const std::vector<ggml_tensor *> & tensors);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cache.h"
+#include "device_neurons.h"
 #include "device_tier.h"
 #include "index.h"
 #include "leanstream.h"
@@ -197,6 +198,7 @@ private:
     void start_part_locked(uint32_t layer, uint32_t expert, uint32_t part, Priority priority, std::vector<ReadRequest> & out,
                            bool alone = false);
     bool start_record_locked(uint32_t layer, uint32_t expert, Priority priority, std::vector<ReadRequest> & out);
+    Error corrupt_expert(uint32_t unit) const;
     bool record_read(const ReadRequest & request, int error); // true: the record is done
     bool admit_locked(uint32_t unit, bool cold);
     void drop_parts_locked(uint32_t unit);
@@ -273,6 +275,7 @@ private:
     Speculation spec_;
     std::vector<float> scores_, margin_;   // of the layer at hand
     std::unique_ptr<DeviceTier> device_;
+    std::unique_ptr<DeviceNeuronTensors> device_neurons_;
     uint64_t device_budget_bytes_ = 0;
     uint64_t device_fixed_bytes_ = 0; // that the device's plan was made with
 

@@ -68,7 +68,7 @@ void Engine::apply_dense_locked(const Plan & plan, std::vector<std::vector<ReadR
 void Engine::prefer_large_pages_locked(const Plan & plan) {
     std::vector<std::pair<uint8_t *, uint64_t>> ranges;
     for (const Weight & w : weights.all()) {
-        const bool elsewhere = w.on_device && (w.use == Use::resident || device_->group_resident(weights.groups[size_t(w.group)]));
+        const bool elsewhere = w.on_device && (w.use != Use::dense || device_->group_resident(weights.groups[size_t(w.group)]));
         if (!elsewhere && (w.use == Use::resident || (w.use == Use::dense && plan.pinned[size_t(w.group)]))) {
             ranges.push_back({(uint8_t *) uintptr_t(page_floor(uintptr_t(w.home))), home_bytes(w.entry->n_bytes)});
         }

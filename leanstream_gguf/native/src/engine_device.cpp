@@ -1,6 +1,7 @@
 // What the device tier needs of the engine: experts in host memory, the plan of device memory, and loading into it.
 #include "engine.h"
 
+#include "crc32c.h"
 #include "llama.h"
 
 #include <algorithm>
@@ -9,6 +10,9 @@ namespace ls {
 
 void Engine::use_device(std::unique_ptr<DeviceTier> tier) {
     device_ = std::move(tier);
+    if (!device_neurons_) {
+        device_neurons_ = std::make_unique<DeviceNeuronTensors>(index_, weights);
+    }
     weights.on_device = [this](const Weight & w, const ggml_tensor * node, int source) { return device_->places(w, node, source); };
 }
 
@@ -47,6 +51,16 @@ void Engine::check_device_locked(const FixedMemory & fixed) const {
     }
 }
 
+// n_bytes of a load, from its byte `at` on
+static void set_parts(const DeviceTier::Load & load, uint64_t at, uint64_t n_bytes, const uint8_t * data) {
+    for (const DeviceTier::Load::Part & part : load.parts) {
+        const uint64_t from = std::max(part.from, at), to = std::min(part.from + part.n_bytes, at + n_bytes);
+        if (from < to) {
+            ggml_backend_tensor_set(part.twin, data + (from - at), part.at + (from - part.from), to - from);
+        }
+    }
+}
+
 // Reads into two buffers in turn: the drive fills one while the device takes the other.
 void Engine::load_device(Lock & lock) {
     constexpr uint64_t kPiece = 32u << 20;
@@ -55,6 +69,7 @@ void Engine::load_device(Lock & lock) {
     struct Piece { const DeviceTier::Load * load; uint64_t at, n_bytes; uint8_t * data; };
     std::vector<Piece> pieces;
     const std::vector<DeviceTier::Load> loads = device_->loads(weights);
+    uint32_t checksum = 0;
     for (const DeviceTier::Load & l : loads) {
         for (uint64_t at = 0; at < l.n_bytes; at += kPiece) {
             pieces.push_back({&l, at, std::min(kPiece, l.n_bytes - at), nullptr});
@@ -65,11 +80,10 @@ void Engine::load_device(Lock & lock) {
         device_->lock_pages(s.base(), s.size());
     }
     const auto start = [&](size_t i) {
-        const IndexEntry & entry = *pieces[i].load->weight->entry;
-        const uint64_t offset = entry.offset + pieces[i].at;
+        const uint64_t offset = pieces[i].load->offset + pieces[i].at;
         pieces[i].data = staging[i % 2].base() + offset % page_size();
         std::vector<ReadRequest> requests;
-        add_requests(requests, *devices_[entry.shard], offset, pieces[i].n_bytes, pieces[i].data, options_.chunk_bytes, Priority::load,
+        add_requests(requests, *devices_[pieces[i].load->shard], offset, pieces[i].n_bytes, pieces[i].data, options_.chunk_bytes, Priority::load,
             uint64_t(uintptr_t(&batch[i % 2])) | kRows);
         batch[i % 2].error = 0;
         batch[i % 2].n_pending = uint32_t(requests.size());
@@ -85,11 +99,19 @@ void Engine::load_device(Lock & lock) {
             throw Error(ls_status(read_error_.status), read_error_.message).path(read_error_.path).sys(read_error_.sys_errno)
                 .offset(read_error_.offset_bytes);
         }
+        const Piece & piece = pieces[i];
+        const bool checked = piece.load->unit != DeviceTier::Load::kUnchecked;
+        checksum = checked ? crc32c(piece.data, piece.n_bytes, piece.at > 0 ? checksum : 0) : 0;
+        const bool whole = checked && piece.at + piece.n_bytes == piece.load->n_bytes;
+        if (whole && checksum != expert_checksums_[piece.load->unit]) {
+            device_->unlock_all_pages();
+            throw corrupt_expert(piece.load->unit);
+        }
         if (i + 1 < pieces.size()) {
             start(i + 1);
         }
         lock.unlock(); // readers finish under it
-        ggml_backend_tensor_set(pieces[i].load->twin, pieces[i].data, pieces[i].at, pieces[i].n_bytes);
+        set_parts(*piece.load, piece.at, piece.n_bytes, piece.data);
         lock.lock();
     }
     device_->unlock_all_pages();

@@ -118,6 +118,14 @@ void Engine::load_expert_checksums() {
     }
 }
 
+Error Engine::corrupt_expert(uint32_t unit) const {
+    const MoeLayer & l = weights.moe_layers[layer_of_unit_[unit]];
+    const uint32_t expert = unit - l.first_unit;
+    const std::string & path = index_.shards[l.bundle->shard].path;
+    return Error(LS_ERR_FORMAT, format("%s: expert %u of layer %d is corrupt (its checksum is wrong); copy the file again or repack the "
+        "model, and check the disk", path.c_str(), expert, l.block)).path(path).offset(l.record_offset(expert));
+}
+
 bool Engine::record_read(const ReadRequest & request, int error) {
     const uint32_t unit = uint32_t(request.tag >> 3);
     Lock lock(mutex_);
@@ -140,9 +148,7 @@ bool Engine::record_read(const ReadRequest & request, int error) {
         lock.lock();
         record_verified_[unit] = right;
         if (!right) {
-            read_error_ = Error(LS_ERR_FORMAT, format("%s: expert %u of layer %d is corrupt (its checksum is wrong); copy the file again or "
-                "repack the model, and check the disk", request.device->path().c_str(), expert, l.block)).path(request.device->path())
-                .offset(l.record_offset(expert)).info;
+            read_error_ = corrupt_expert(unit).info;
         }
         for (uint32_t p = 0; p < l.parts.size() && !right; ++p) {
             part_state(unit, p).store(uint8_t(Load::failed));

@@ -30,8 +30,10 @@ public:
     uint32_t run() {
         find_uses();
         neurons_ = find_neurons(graph_, engine_.weights, *engine_.neurons);
-        neuron_points_ = find_neuron_guess_points(engine_, neurons_, graph_);
-        guess_points_ = engine_.device() ? GuessPoints() : find_guess_points(engine_, buffer_type_, graph_); // routers are not in host memory
+        if (!engine_.device()) { // routers and deciding projections are not in host memory then
+            neuron_points_ = find_neuron_guess_points(engine_, neurons_, graph_);
+            guess_points_  = find_guess_points(engine_, buffer_type_, graph_);
+        }
         for (int i = 0; i < graph_->n_nodes; ++i) {
             ggml_tensor * node = graph_->nodes[i];
             if (rewrite_neurons(node)) {
@@ -135,11 +137,15 @@ private:
         }
     }
 
-    ggml_tensor * new_node(ggml_type type, int64_t n, ggml_tensor * a, OpParams params, ggml_custom_op_t fun,
-                           int n_tasks = GGML_N_TASKS_MAX, void * userdata = nullptr) {
-        if (ggml_get_mem_size(ctx0_) - ggml_used_mem(ctx0_) < 2 * ggml_tensor_overhead()) {
+    void require_room(size_t n_tensors) const {
+        if (ggml_get_mem_size(ctx0_) - ggml_used_mem(ctx0_) < (n_tensors + 1) * ggml_tensor_overhead()) {
             throw Error(LS_ERR_UNSUPPORTED, "the graph leaves no room for the nodes that wait for weights");
         }
+    }
+
+    ggml_tensor * new_node(ggml_type type, int64_t n, ggml_tensor * a, OpParams params, ggml_custom_op_t fun,
+                           int n_tasks = GGML_N_TASKS_MAX, void * userdata = nullptr) {
+        require_room(1);
         ggml_tensor * t = ggml_custom_4d(ctx0_, type, n, 1, 1, 1, a ? &a : nullptr, a ? 1 : 0, fun, GGML_N_TASKS_MAX, nullptr);
         params.session = &session_;
         set_op_params(t, params, fun, n_tasks, userdata);
@@ -220,16 +226,67 @@ private:
         p.session = &session_;
         p.index   = m.layer;
         p.run     = int8_t(m.layer % Session::kNeuronRuns);
-        m.down->src[0] = m.a;
-        m.down->src[1] = new_node(GGML_TYPE_I32, 1, m.a, p, op_select_neurons);
-        ggml_format_name(m.down->src[1], "leanstream_neurons_%d", m.layer);
-        if (m.up) {
-            const ggml_type rows = engine_.neurons->layer(uint32_t(m.layer))->shape->other.type;
-            m.down->src[2] = m.up->src[1];
-            m.down->src[3] = quantized(m.up->src[1], ggml_get_type_traits_cpu(rows)->vec_dot_type);
+        const NeuronShape & s = *engine_.neurons->layer(uint32_t(m.layer))->shape;
+        const bool decided_there = decided_on_device(m);
+        p.part = engine_.device() && engine_.device()->has_block(s.block);
+        if (engine_.device() && !decided_there) { // between two nodes of the host; llama.cpp would send it to the device and back
+            for (ggml_tensor * t = m.a; t->op != GGML_OP_MUL_MAT && t->op != GGML_OP_CUSTOM && t->src[0]; t = t->src[0]) {
+                run_on_host(session_.context, t);
+            }
         }
-        set_op_params(m.down, p, op_apply_neurons);
-        m.down->op = GGML_OP_CUSTOM;
+        const DeviceNeurons * there = decided_there ? engine_.weights.device_neurons(s.block) : nullptr;
+        ggml_tensor * select = new_node(GGML_TYPE_I32, 1, m.a, p, op_select_neurons);
+        ggml_format_name(select, "leanstream_neurons_%d", m.layer);
+        ggml_tensor * rows = m.up ? quantized(m.up->src[1], ggml_get_type_traits_cpu(s.other.type)->vec_dot_type) : nullptr;
+        ggml_tensor * sum = there ? new_node(GGML_TYPE_F32, ggml_nelements(m.down), m.a, p, op_apply_neurons) : m.down;
+        for (int d = 0; d < GGML_MAX_DIMS; ++d) { // [n_embd, n_tokens]
+            sum->ne[d] = m.down->ne[d];
+            sum->nb[d] = m.down->nb[d];
+        }
+        if (there) {
+            add_on_device(m, *there, sum);
+        }
+        sum->src[0] = m.a;
+        sum->src[1] = select;
+        sum->src[2] = m.up ? m.up->src[1] : nullptr;
+        sum->src[3] = rows;
+        set_op_params(sum, p, op_apply_neurons);
+        sum->op = GGML_OP_CUSTOM;
+    }
+
+    bool decided_on_device(const NeuronMatch & m) const {
+        const NeuronShape & s = *engine_.neurons->layer(uint32_t(m.layer))->shape;
+        const Weight * w = m.deciding ? nullptr : engine_.weights.find_name(format("blk.%d.ffn_%s.weight", s.block, s.gated ? "gate" : "up"));
+        return w && w->on_device;
+    }
+
+    ggml_tensor * append(ggml_tensor * node) {
+        node->flags |= GGML_TENSOR_FLAG_COMPUTE;
+        out_.push_back(node);
+        return node;
+    }
+
+    ggml_tensor * multiply_on_device(const Weight & w, ggml_tensor * x) {
+        ggml_tensor * product = ggml_mul_mat(ctx0_, w.tensor, x);
+        device_.place(product, 0, w);
+        return append(product);
+    }
+
+    // down = the product with the neurons that the file holds for a device + what the host sums of the others
+    void add_on_device(const NeuronMatch & m, const DeviceNeurons & there, ggml_tensor * host) {
+        require_room(5);
+        ggml_tensor * h = append(ggml_view_2d(ctx0_, m.a, there.down->tensor->ne[0], m.a->ne[1], m.a->nb[1], 0));
+        h = m.a->ne[1] > 1 ? append(ggml_cont(ctx0_, h)) : h;
+        if (there.up) {
+            h = append(ggml_mul(ctx0_, multiply_on_device(*there.up, m.up->src[1]), h));
+        }
+        ggml_tensor * product = multiply_on_device(*there.down, h);
+        memcpy(product->op_params, m.down->op_params, sizeof(product->op_params)); // its precision
+        memset(m.down->op_params, 0, sizeof(m.down->op_params));
+        m.down->op = GGML_OP_ADD;
+        m.down->src[0] = product;
+        m.down->src[1] = host;
+        engine_.neurons->leave_to_device(uint32_t(m.layer));
     }
 
     Routing & routing_of(ggml_tensor * ids, int32_t layer) {

@@ -187,6 +187,20 @@ void check_layer(const Index & index, const NeuronShape & l, uint64_t alignment)
     }
 }
 
+// Leading neurons as matrices: the layer's columns side by side in down's own type and, if it is gated, its up rows.
+void read_device_neurons(NeuronShape & l, Index & index) {
+    const std::string at = format("blk.%d.ffn.", l.block);
+    l.device_down = id_of(index, at + "device_down.lean");
+    l.device_up   = l.gated ? id_of(index, at + "device_up.lean") : -1;
+    const auto fits = [&](int32_t id, ggml_type type, uint32_t ne0, uint32_t ne1) {
+        return id >= 0 && index.tensors[size_t(id)].type == type && index.tensors[size_t(id)].ne[0] == ne0 && index.tensors[size_t(id)].ne[1] == ne1;
+    };
+    if (index.lean.faithful || l.n_device > l.n_ff || !fits(l.device_down, l.down.type, l.n_device, l.n_embd) ||
+        (l.gated && !fits(l.device_up, l.other.type, l.n_embd, l.n_device))) {
+        corrupt(index, at + "device_down.lean or device_up.lean does not fit the layer");
+    }
+}
+
 void read_layers(const Keys & keys, Index & index) {
     const auto blocks = keys.numbers<uint32_t>("leanstream.neurons.layers");
     const size_t n = blocks.size();
@@ -198,6 +212,8 @@ void read_layers(const Keys & keys, Index & index) {
     if ((alignment != 512 && alignment != 4096) || deciding != (gated ? "ffn_gate" : "ffn_up")) {
         corrupt(index, "leanstream.alignment or leanstream.neurons.deciding has an impossible value");
     }
+    const bool for_device = keys.has("leanstream.neurons.n_device");
+    const auto n_device = for_device ? keys.numbers<uint32_t>("leanstream.neurons.n_device", n) : std::vector<uint32_t>(n, 0);
     std::vector<float> margin(n, 0.0f);
     if (index.lean.faithful) {
         margin = keys.numbers<float>("leanstream.sketch.margin", n);
@@ -237,6 +253,10 @@ void read_layers(const Keys & keys, Index & index) {
         l.n_clusters = l.clusters >= 0 ? uint32_t(index.tensors[size_t(l.clusters)].ne[1]) : 0;
         l.stride     = l.clusters >= 0 ? uint64_t(index.tensors[size_t(l.clusters)].ne[0]) : 0;
         check_layer(index, l, alignment);
+        l.n_device = n_device[i];
+        if (l.n_device > 0) {
+            read_device_neurons(l, index);
+        }
         index.lean.layers.push_back(l);
     }
     if (keys.has("leanstream.threshold.max_kl")) {

@@ -30,6 +30,7 @@ struct NeuronShape {
     uint32_t cluster_size = 0;        // neurons of a cluster
     uint32_t n_clusters = 0;
     uint32_t n_hot = 0;               // leading clusters that are hot
+    uint32_t n_device = 0;            // leading neurons that the file holds once more, as matrices for a device
     float    density = 0;             // measured share of neurons that fire
     float    sketch_margin = 0;
     uint64_t record_bytes = 0;
@@ -38,7 +39,7 @@ struct NeuronShape {
     Part other;                       // gated: the up row
     Part down;                        // the transposed column
     // indices into Index::tensors; -1 = absent
-    int32_t clusters = -1, checksums = -1, perm = -1, planes = -1, sketch = -1;
+    int32_t clusters = -1, checksums = -1, perm = -1, planes = -1, sketch = -1, device_up = -1, device_down = -1;
 
     uint64_t cluster_bytes() const { return cluster_size * record_bytes; } // without the padding to stride
 };

@@ -134,8 +134,7 @@ void ls::measure_session(const llama_context * ctx, const DeviceTier * device, S
 }
 
 bool ls_model::use_device(int32_t n_gpu_layers, int32_t main_gpu) {
-    // a lean file's bundles and repacked weights are computed on the host
-    ggml_backend_dev_t device = n_gpu_layers != 0 && !index.lean.present && !options.repack ? find_device(main_gpu) : nullptr;
+    ggml_backend_dev_t device = n_gpu_layers != 0 && !options.repack ? find_device(main_gpu) : nullptr; // repacked weights are the host's
     devices[0] = device;
     if (!device) {
         return false;

@@ -58,7 +58,8 @@ void measure_session(const llama_context * ctx, const DeviceTier * device, Sessi
 
 // device_backend.cpp
 ggml_backend_t device_backend(const llama_context * ctx, ggml_backend_dev_t device);
-void run_on_host(const llama_context * ctx, ggml_tensor * node); // not where llama.cpp's scheduler finds best
+// this node of the graph that is being built runs on the host, whatever stands beside it
+void run_on_host(const llama_context * ctx, ggml_tensor * node);
 std::string devices_json(); // as ls_devices_json()
 ggml_backend_dev_t find_device(int32_t index); // nullptr: there is none; throws Error(LS_ERR_ARGUMENT) for a bad index
 

@@ -57,14 +57,27 @@ template <typename Fn> void for_each_bit(const std::vector<uint64_t> & bits, uin
     }
 }
 
-// Neurons that mark(token, bits) marks for any token, in original order, group by group.
-template <typename Mark> void list_neurons(int64_t n_tokens, const NeuronLayer & layer, NeuronRun & run, Mark mark) {
+// Clears the first n bits; returns how many were set.
+uint32_t take_leading(uint64_t * bits, uint32_t n) {
+    uint32_t n_set = 0;
+    for (uint32_t w = 0; w * 64 < n; ++w) {
+        const uint64_t mask = n - w * 64 >= 64 ? ~uint64_t(0) : (uint64_t(1) << (n - w * 64)) - 1;
+        n_set += uint32_t(__builtin_popcountll(bits[w] & mask));
+        bits[w] &= ~mask;
+    }
+    return n_set;
+}
+
+// Neurons that mark(token, bits) marks for any token, in original order, group by group. Those that a device sums are left out:
+// returns how many that were.
+template <typename Mark> uint32_t list_neurons(int64_t n_tokens, const NeuronLayer & layer, NeuronRun & run, Mark mark) {
     const uint32_t n_words = (layer.shape->n_ff + 63) / 64;
     run.bitmap.assign(2 * n_words, 0);
     for (int64_t t = 0; t < n_tokens; ++t) {
         mark(t, run.bitmap.data() + n_words);
     }
     std::vector<uint64_t> & bits = run.bitmap;
+    const uint32_t n_left_out = take_leading(bits.data() + n_words, layer.first_cold);
     for (uint32_t w = 0; w < n_words; ++w) {
         for (uint64_t word = bits[n_words + w]; word; word &= word - 1) {
             const uint32_t original = uint32_t(layer.perm[w * 64 + uint32_t(__builtin_ctzll(word))]);
@@ -81,6 +94,14 @@ template <typename Mark> void list_neurons(int64_t n_tokens, const NeuronLayer &
         run.groups.back().n++;
         run.positions.push_back(layer.position_of[original]);
     });
+    return n_left_out;
+}
+
+void count_on_device(const Neurons & n, uint32_t n_there) {
+    DeviceCounters & counters = n.session.engine->device()->counters;
+    counters.hits   += n_there;
+    counters.misses += n.run.positions.size();
+    counters.syncs  += 2; // for the activations or what they are made from, and for the sum
 }
 
 void start_run(const Neurons & n) {
@@ -248,7 +269,12 @@ void op_select_neurons(ggml_tensor * dst, int ith, int nth, void *) {
     }
     const ggml_tensor * a = dst->src[0];
     const float threshold = n.session.fidelity->thresholds[size_t(op_params(dst).index)];
-    list_neurons(a->ne[1], n.layer, n.run, [&](int64_t t, uint64_t * bits) { mark_firing(row_of(a, t), n.layer.shape->n_ff, threshold, bits); });
+    const uint32_t n_there = list_neurons(a->ne[1], n.layer, n.run, [&](int64_t t, uint64_t * bits) {
+        mark_firing(row_of(a, t), n.layer.shape->n_ff, threshold, bits);
+    });
+    if (op_params(dst).part) {
+        count_on_device(n, n_there);
+    }
     if (!n.run.groups.empty()) {
         n.store.begin(n.run, nth, n.layer.shape->deciding.present() ? nullptr : &n.session, a->ne[1]);
     }

@@ -20,10 +20,14 @@ struct NeuronLayer {
     uint32_t first_unit = 0;             // unit of cluster 0
     uint32_t pool = 0;
     uint32_t index = 0;                  // of this layer in the store
+    uint32_t first_cold = 0;             // positions before it are summed on a device
     const int32_t  * perm = nullptr;     // [n_ff] original index of a position
     const uint32_t * checksums = nullptr; // [n_clusters]
     const uint8_t  * sketch = nullptr;   // layout faithful
     std::vector<uint32_t> position_of;   // [n_ff] position of an original index
+
+    uint32_t first_cluster() const { return first_cold / shape->cluster_size; } // with neurons that the host sums
+    uint32_t n_wanted() const { return shape->n_clusters - first_cluster(); }   // clusters
 };
 
 // The neurons that one product of one micro-batch needs, group by group. They are taken in waves: as many groups as there is

@@ -45,6 +45,9 @@ public:
     int32_t layer_of_block(int32_t block) const;
     bool faithful() const { return faithful_; }
 
+    // The layer's leading neurons, those that the file holds for a device, are summed there. Before activation.
+    void leave_to_device(uint32_t layer) { layers_[layer].first_cold = layers_[layer].shape->n_device; }
+
     // What it takes: always, at least for clusters, and for all clusters.
     uint64_t resident_bytes() const;
     uint64_t min_cache_bytes() const;
@@ -136,6 +139,7 @@ private:
     double demand_of(const Pool & pool) const;
     std::vector<uint64_t> shares_of(uint64_t n_bytes) const;
     uint32_t min_slots(const Pool & pool) const;
+    uint32_t n_wanted(const Pool & pool) const; // units that may be needed
     static uint32_t block_of(const NeuronRun & run, uint32_t group);
     uint8_t * memory(uint32_t unit) const;
     bool take_wave_locked(NeuronRun & run, std::vector<uint32_t> & missing);

@@ -110,10 +110,18 @@ uint64_t NeuronStore::resident_bytes() const {
     return n;
 }
 
+uint32_t NeuronStore::n_wanted(const Pool & pool) const {
+    uint32_t n = 0;
+    for (const NeuronLayer & l : layers_) {
+        n += &pools_[l.pool] == &pool ? l.n_wanted() : 0;
+    }
+    return n;
+}
+
 uint64_t NeuronStore::all_cache_bytes() const {
     uint64_t n = 0;
     for (const Pool & p : pools_) {
-        n += page_ceil(p.slot_bytes * p.n_units);
+        n += page_ceil(p.slot_bytes * n_wanted(p));
     }
     return n;
 }
@@ -133,7 +141,7 @@ std::vector<uint64_t> NeuronStore::shares_of(uint64_t n_bytes) const {
     std::vector<size_t> order(pools_.size()); // those that are full first come first
     double demand = 0;
     uint64_t left = n_bytes;
-    const auto all_of = [&](size_t p) { return page_ceil(pools_[p].slot_bytes * pools_[p].n_units); };
+    const auto all_of = [&](size_t p) { return page_ceil(pools_[p].slot_bytes * n_wanted(pools_[p])); };
     for (size_t p = 0; p < pools_.size(); ++p) {
         order[p] = p;
         demand  += demand_of(pools_[p]);
@@ -160,7 +168,7 @@ uint32_t NeuronStore::min_slots(const Pool & pool) const {
             n = std::max(n, std::min(std::max(kMaxGroup, l.rounding_block), l.shape->n_clusters) + 8);
         }
     }
-    return std::min(n, pool.n_units);
+    return std::min(n, n_wanted(pool));
 }
 
 uint64_t NeuronStore::min_cache_bytes() const {
@@ -248,7 +256,11 @@ void NeuronStore::load() {
 }
 
 void NeuronStore::set_all_ready_locked() {
-    all_ready_.store(n_ready_ == layer_of_unit_.size() && capacity_is_all_, std::memory_order_relaxed);
+    uint32_t n = 0;
+    for (const NeuronLayer & l : layers_) {
+        n += l.n_wanted();
+    }
+    all_ready_.store(n_ready_ == n && capacity_is_all_, std::memory_order_relaxed);
 }
 
 void NeuronStore::set_capacity(uint64_t n_bytes, const std::string & policy, const PolicyParams & params) {
@@ -293,11 +305,11 @@ void NeuronStore::fill() {
     std::vector<std::pair<double, uint32_t>> wanted; // rank within its layer, unit
     for (const NeuronLayer & l : layers_) {
         const Pool & p = pools_[l.pool];
-        const double share = double(p.cache->n_slots()) / p.n_units;
-        const uint32_t n = share >= 1 ? l.shape->n_clusters : uint32_t(share * l.shape->n_clusters);
-        for (uint32_t c = 0; c < n; ++c) {
-            if (state_[l.first_unit + c] == kAbsent) {
-                wanted.push_back({ -double(c) / l.shape->n_clusters, l.first_unit + c });
+        const uint32_t first = l.first_cluster(), n = l.n_wanted();
+        const double share = double(p.cache->n_slots()) / std::max(1u, n_wanted(p));
+        for (uint32_t c = 0; c < (share >= 1 ? n : uint32_t(share * n)); ++c) {
+            if (state_[l.first_unit + first + c] == kAbsent) {
+                wanted.push_back({ -double(c) / n, l.first_unit + first + c });
             }
         }
     }
@@ -326,9 +338,9 @@ void NeuronStore::fill() {
 void NeuronStore::pin_hot_locked() {
     for (const NeuronLayer & l : layers_) {
         Pool & p = pools_[l.pool];
-        const double share = kHotShare * std::min(1.0, double(p.cache->n_slots()) / p.n_units);
-        const uint32_t n = std::min(l.shape->n_hot, uint32_t(share * l.shape->n_clusters));
-        for (uint32_t c = 0; c < n && p.cache->n_slots() > min_slots(p) + p.cache->n_pinned(); ++c) {
+        const double share = kHotShare * std::min(1.0, double(p.cache->n_slots()) / std::max(1u, n_wanted(p)));
+        const uint32_t n = std::min(l.shape->n_hot, l.first_cluster() + uint32_t(share * l.n_wanted()));
+        for (uint32_t c = l.first_cluster(); c < n && p.cache->n_slots() > min_slots(p) + p.cache->n_pinned(); ++c) {
             const uint32_t unit = l.first_unit + c;
             if (state_[unit] == kReady) {
                 p.cache->pin(unit - p.first_unit);

@@ -66,7 +66,9 @@ Weight * Weights::add(ggml_tensor * tensor, uint8_t * home) {
     w.entry  = entry;
     w.tensor = tensor;
     w.home   = home;
-    w.use    = entry->bundle >= 0 ? Use::neurons : Use::resident; // what no graph uses takes no memory if it is rearranged
+    // what no graph uses takes no memory if it is rearranged, or there for a device
+    const bool ours = entry->name.size() > 5 && entry->name.compare(entry->name.size() - 5, 5, ".lean") == 0;
+    w.use    = entry->bundle >= 0 || ours ? Use::neurons : Use::resident;
     by_tensor_[tensor] = &w;
     return &w;
 }
@@ -79,6 +81,11 @@ Weight * Weights::find(const ggml_tensor * tensor) {
 const Weight * Weights::find_name(const std::string & name) const {
     const auto it = std::find_if(weights_.begin(), weights_.end(), [&](const Weight & w) { return w.entry->name == name; });
     return it == weights_.end() ? nullptr : &*it;
+}
+
+const DeviceNeurons * Weights::device_neurons(int32_t block) const {
+    const auto it = device_neurons_.find(block);
+    return it == device_neurons_.end() || !it->second.down->on_device ? nullptr : &it->second;
 }
 
 // Stacked experts that share the ids tensor of one routing decision form one layer.
@@ -141,6 +148,20 @@ void Weights::learn_again(Weight & w, const ggml_tensor * node) {
     }
 }
 
+void Weights::learn_device_neurons(const Weight & down) {
+    const auto it = device_neurons_.find(down.block());
+    if (it == device_neurons_.end() || it->second.down->on_device || down.entry->name.find("ffn_down.weight") == std::string::npos) {
+        return;
+    }
+    for (Weight * w : {it->second.up, it->second.down}) {
+        if (w) {
+            w->use = Use::dense;
+            w->on_device = true;
+            dense_order_.push_back(w);
+        }
+    }
+}
+
 void Weights::learn(const ggml_cgraph * graph, ggml_backend_buffer_type_t buffer_type) {
     if (frozen_) {
         return;
@@ -159,13 +180,18 @@ void Weights::learn(const ggml_cgraph * graph, ggml_backend_buffer_type_t buffer
             if (!w) {
                 throw Error(LS_ERR_UNSUPPORTED, format("the graph uses a weight '%s' that the file does not hold", ggml_get_name(src)));
             }
-            w->on_device = w->on_device || (on_device && on_device(*w, node, s));
+            const bool there = on_device && on_device(*w, node, s);
             const bool first = seen_.insert(w->tensor).second;
             w->multiplied = (first || w->multiplied) && plain_product(*w, node, s);
             if (first) {
                 learn_use(*w, node, s);
             } else {
                 learn_again(*w, node);
+            }
+            if (w->use != Use::neurons) {
+                w->on_device = w->on_device || there;
+            } else if (there) { // clusters are the host's
+                learn_device_neurons(*w);
             }
         }
     }

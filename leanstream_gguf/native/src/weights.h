@@ -74,6 +74,11 @@ struct MoeLayer {
     uint64_t unit_bytes(uint32_t expert) const { return slot_offset(uint32_t(parts.size()), expert); }
 };
 
+// A block's leading neurons as matrices that only a device uses (lean.h). up: nullptr without a gate.
+struct DeviceNeurons {
+    Weight * up = nullptr, * down = nullptr;
+};
+
 class Weights {
 public:
     explicit Weights(const Index & index) : index_(index) {}
@@ -82,6 +87,9 @@ public:
     Weight * add(ggml_tensor * tensor, uint8_t * home);
     Weight * find(const ggml_tensor * tensor);
     const Weight * find_name(const std::string & name) const; // linear; nullptr if no graph has used it
+    // Tensors that llama.cpp does not know: they are used where the block's down projection would be, if that is on a device.
+    void add_device_neurons(int32_t block, const DeviceNeurons & neurons) { device_neurons_[block] = neurons; }
+    const DeviceNeurons * device_neurons(int32_t block) const; // nullptr: none, or the block is not on the device
 
     // Learn from a graph, in its order, how each weight is used, and form groups and layers. Until freeze() a later graph
     // may still change what an earlier one said; afterwards nothing changes. Throws Error(LS_ERR_UNSUPPORTED).
@@ -106,12 +114,14 @@ private:
     void learn_use(Weight & w, const ggml_tensor * node, int source);
     bool learn_expert(Weight & w, const ggml_tensor * node);
     void learn_again(Weight & w, const ggml_tensor * node);
+    void learn_device_neurons(const Weight & down);
     void form_groups();
 
     const Index & index_;
     std::deque<Weight> weights_;
     std::unordered_map<const ggml_tensor *, Weight *> by_tensor_;
     std::unordered_set<const ggml_tensor *> seen_;
+    std::unordered_map<int32_t, DeviceNeurons> device_neurons_; // [block]
     std::vector<Weight *> dense_order_;
     std::unordered_map<const ggml_tensor *, uint32_t> layer_of_ids_; // within one graph
     bool frozen_ = false;
