@@ -140,14 +140,14 @@ def _refuse(options: dict[str, Any]) -> None:
         warnings.warn(text, LeanStreamWarning, stacklevel=4)
 
 
-def _tell_unused_device(handle: ModelHandle) -> None:
+def _tell_unused_device(handle: ModelHandle, repack: bool) -> None:
     """Warn that a device budget was given and nothing runs on a device."""
     plan = handle.plan_in_force()
     if "device" in plan:
         return
     reason = "llama.cpp finds no GPU it was built for (see leanstream doctor)"
-    if "lean" in plan and llama_cpp.llama_supports_gpu_offload():
-        reason = "a repacked file is computed on the host; give the file it was made from"
+    if repack:
+        reason = "weights in llama.cpp's repacked form (repack=True) are the host's"
     warnings.warn(f"device_budget is not used: {reason}", LeanStreamWarning, stacklevel=4)
 
 
@@ -232,7 +232,7 @@ class Llama(_Parent):
         self.stream = StreamHandle(handle, config, budget)
         tell_cost(self.stream.fidelity(), stacklevel=4)
         if self._device_budget is not None:
-            _tell_unused_device(handle)
+            _tell_unused_device(handle, config.repack)
         for text in handle.plan_in_force().get("warnings", ()):
             warnings.warn(text, LeanStreamWarning, stacklevel=3)
 

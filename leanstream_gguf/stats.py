@@ -100,7 +100,8 @@ class Stats(_FromStruct):
 
     @property
     def device_hit_ratio(self) -> float | None:
-        """Share of expert uses and passes of a layer that found the weights in device memory; None without a device."""
+        """Share of expert uses and passes of a layer that found the weights in device memory, and of firing neurons that were
+        summed there; None without a device."""
         return _ratio(self.device_hits, self.device_hits + self.device_misses)
 
     @property

@@ -32,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "bench" / "results" / "gpu.jsonl"
 MiB = 1 << 20
+STOCK, EVERYTHING = "stock -ngl 99", "leanstream, all on the device"
 
 
 class Gpu:
@@ -249,14 +250,18 @@ def divergence(bench: Bench, folder: Path) -> dict[str, Any]:
     }
 
 
-def judge(rows: dict[str, dict[str, Any]], bus: dict[str, Any], n_steps: int) -> None:
-    """Adds medians and, for streamed variants, the share of max(compute, copies, reads) plus waits that generation reached."""
-    compute = 1 / statistics.median(rows["leanstream, all on the device"]["tokens_per_s"])
+def medians(rows: dict[str, dict[str, Any]]) -> None:
+    """Adds them to every row that ran."""
     for row in rows.values():
-        if "error" in row:
-            continue
-        row["decode"] = statistics.median(row["tokens_per_s"])
-        row["prefill"] = statistics.median(row["prompt_tokens_per_s"])
+        if "error" not in row:
+            row["decode"] = statistics.median(row["tokens_per_s"])
+            row["prefill"] = statistics.median(row["prompt_tokens_per_s"])
+
+
+def judge(rows: dict[str, dict[str, Any]], bus: dict[str, Any]) -> None:
+    """Adds, for streamed variants, the share of max(compute, copies, reads) plus waits that generation reached."""
+    compute = 1 / rows[EVERYTHING]["decode"]
+    for row in rows.values():
         if row.get("decode_stats", {}).get("device_syncs"):
             stats = row["decode_stats"]
             copies = stats["device_copied_bytes"] / stats["n_tokens"] / bus["bus_bytes_per_s"]
@@ -267,9 +272,9 @@ def judge(rows: dict[str, dict[str, Any]], bus: dict[str, Any], n_steps: int) ->
             row["bound"] = {**parts, "share": bound * row["decode"]}
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
+def table(rows: dict[str, dict[str, Any]], reference_row: str) -> str:
     lines = ["| variant | prefill tok/s | decode tok/s | device peak | bits | of the bound |", "|---|---|---|---|---|---|"]
-    reference = next(iter(rows.values())).get("logits_hash")
+    reference = rows[reference_row].get("logits_hash")
     for name, row in rows.items():
         if "error" in row:
             lines.append(f"| {name} | {row['error']} | | | | |")
@@ -281,8 +286,9 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """Options of every table that is measured on a GPU."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("cuda", "vulkan"), default="cuda")
     parser.add_argument("--cuda-arch", default="native", help="CMAKE_CUDA_ARCHITECTURES; default the GPU's own")
     parser.add_argument("--build", type=Path, metavar="DIR", help="a build with bin/device_speed; default: made in build/")
@@ -290,16 +296,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=HERE / "toygguf" / "reference.txt")
     parser.add_argument("--work", type=Path, default=Path("/dev/shm" if Path("/dev/shm").exists() else "."))
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a folder on a disk, for reads that count")
-    parser.add_argument("--shares", type=int, nargs="+", default=[50, 25], help="device budgets in percent of the file")
-    parser.add_argument("--host-cap", type=int, metavar="BYTES", help="host memory beside the disk; default 35 %% of the file")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--timeout", type=int, default=180, metavar="S", help="for one variant")
-    parser.add_argument("--no-divergence", action="store_true", help="skip the comparison with the host")
     parser.add_argument("--save", action="store_true")
-    return parser.parse_args()
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--shares", type=int, nargs="+", default=[50, 25], help="device budgets in percent of the file")
+    made.add_argument("--host-cap", type=int, metavar="BYTES", help="host memory beside the disk; default 35 %% of the file")
+    made.add_argument("--no-divergence", action="store_true", help="skip the comparison with the host")
+    return made.parse_args()
 
 
 def main() -> int:
@@ -308,16 +319,17 @@ def main() -> int:
     bus = bench.ask(["--bus"])
     print(f"bus: {bus}", flush=True)
     rows = {
-        "stock -ngl 99": bench.run("--engine", "stock", "--ngl", 99),
-        "leanstream, all on the device": bench.run("--engine", "leanstream"),
+        STOCK: bench.run("--engine", "stock", "--ngl", 99),
+        EVERYTHING: bench.run("--engine", "leanstream"),
     }
-    everything = rows["leanstream, all on the device"]
+    everything = rows[EVERYTHING]
     if any("error" in row for row in rows.values()):
-        print(table(rows))
+        print(table(rows, STOCK))
         return 1
     rows |= variants(bench, everything)
-    judge(rows, bus, args.steps)
-    print(table(rows), flush=True)
+    medians(rows)
+    judge(rows, bus)
+    print(table(rows, STOCK), flush=True)
     record: dict[str, Any] = {
         "benchmark": f"gpu-{args.backend}",
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -133,12 +133,15 @@ def _device_lines(document: dict[str, Any]) -> list[str]:
         asked = document["asked"]["gpu_layers"] != 0
         return ["  device: none that this build of llama.cpp can use; everything runs on the host"] if asked else []
     device = document["device"]
-    return [
+    lines = [
         f"  device {device['name']}: budget {format_bytes(device['budget_bytes'])}, smallest "
         f"{format_bytes(device['minimum_budget_bytes'])}, everything resident from {format_bytes(device['full_budget_bytes'])}",
         f"    used {format_bytes(device['used_bytes'])}: {device['n_blocks_pinned']} of {device['n_blocks']} blocks pinned, "
         f"{device['n_slots']} expert slots, {device['n_moe_layers_resident']} of {device['n_moe_layers']} layers with all experts",
     ]
+    if n_layers := document.get("neurons", {}).get("n_device_layers"):
+        lines.append(f"    neurons for a device: {format_bytes(document['neurons']['device_bytes'])} in {n_layers} layers")
+    return lines
 
 
 def _speed_lines(document: dict[str, Any]) -> list[str]:

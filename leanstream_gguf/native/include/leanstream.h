@@ -141,8 +141,8 @@ typedef struct ls_stats {
     uint64_t device_budget_bytes;  // device memory that may be used; 0 = no device
     uint64_t device_used_bytes;    // of it, allocated or kept free for the driver
     uint64_t device_copied_bytes;  // from host to device memory
-    uint64_t device_hits;          // expert uses, and passes of a dense block, that found the weights on the device
-    uint64_t device_misses;        // those that had to wait for a copy
+    uint64_t device_hits;          // expert uses, and passes of a dense block, that found the weights on the device; neurons summed there
+    uint64_t device_misses;        // those that had to wait for a copy; firing neurons of the device's blocks that the host summed
     uint64_t device_syncs;         // times the host waited for the device because of streaming
     uint64_t device_host_experts;  // of the misses, computed on the host instead (device_inexact)
 } ls_stats;
@@ -233,7 +233,8 @@ LS_API ls_status ls_model_pin(ls_model * model, int32_t layer, const int32_t * i
 // JSON: {minimum_budget_bytes, full_budget_bytes, budget_bytes, mode:"resident"|"layers"|"experts"|"layers+experts",
 //   memory:{as ls_memory}, dense:{n_groups,n_pinned,group_bytes,streamed_bytes,pinned_bytes,total_bytes,n_ring_slots,
 //   n_layers_streamed}, experts:{n_layers,n_experts,n_used,total_bytes,expert_bytes,capacity_bytes,capacity_experts,
-//   token_demand_bytes, token_demand_experts}, warnings:[...]}; with a device also device:{name, minimum_budget_bytes,
+//   token_demand_bytes, token_demand_experts}, warnings:[...]}; of a rearranged file also neurons:{total_bytes, capacity_bytes,
+//   resident_bytes, device_bytes, n_device_layers}: device_bytes are of the matrices for a device; with a device also device:{name, minimum_budget_bytes,
 //   full_budget_bytes, budget_bytes, used_bytes, driver_bytes, kv_bytes, compute_bytes, margin_bytes, resident_bytes, pinned_bytes,
 //   stage_bytes, slots_bytes, n_blocks, n_blocks_pinned, n_moe_layers, n_moe_layers_resident, n_slots,
 //   host_cost (device_inexact: as in ls_options, 0 before activation and where everything is exact)}.

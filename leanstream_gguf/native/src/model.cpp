@@ -172,6 +172,23 @@ static void write_memory(Json & j, const FixedMemory & f, const PlanInput & in, 
     j.key("cache_bytes").number(plan.cache_bytes + plan.neuron_cache_bytes);
 }
 
+static void write_neurons(Json & j, const ls_model & model, const Plan & plan) {
+    uint64_t device_bytes = 0;
+    uint32_t n_device_layers = 0;
+    for (const NeuronShape & l : model.index.lean.layers) {
+        if (const DeviceNeurons * there = model.engine.weights.device_neurons(l.block)) {
+            device_bytes += there->down->entry->n_bytes + (there->up ? there->up->entry->n_bytes : 0);
+            n_device_layers++;
+        }
+    }
+    auto o = j.object();
+    j.key("total_bytes").number(plan.neurons_bytes);
+    j.key("capacity_bytes").number(plan.neuron_cache_bytes);
+    j.key("resident_bytes").number(model.engine.neurons->resident_bytes());
+    j.key("device_bytes").number(device_bytes);
+    j.key("n_device_layers").number(n_device_layers);
+}
+
 static void write_experts(Json & j, const PlanInput & in, const Plan & plan) {
     auto o = j.object();
     j.key("n_layers").number(uint32_t(in.n_experts.size()));
@@ -260,10 +277,7 @@ std::string ls::plan_json(ls_model & model, uint64_t budget_bytes, uint64_t cach
             j.key("lean");
             write_lean(j, model.index.lean);
             j.key("neurons");
-            auto o = j.object();
-            j.key("total_bytes").number(plan.neurons_bytes);
-            j.key("capacity_bytes").number(plan.neuron_cache_bytes);
-            j.key("resident_bytes").number(engine.neurons->resident_bytes());
+            write_neurons(j, model, plan);
         }
         j.key("warnings");
         {
