@@ -27,6 +27,7 @@ def main(folder: Path) -> None:
         ("dense_tied", "lean", {}),
         ("dense_tied", "device", {"device_hot": 0.5}),
         ("moe_merged", "lean", {}),
+        ("moe_qwen3", "lean", {}),
     ):
         make_lean(write_model(name, sources), folder / f"{name}_{kind}.gguf", cluster_size=1, **options)
 
