@@ -27,6 +27,7 @@ from typing import Any
 
 from gpu_table import HERE, RESULTS, ROOT, Bench, build, medians, parser, table
 
+PACKAGE_SPINS = "2000"  # GOMP_SPINCOUNT as the package sets it
 EVERYTHING = "lean, {hot} % hot, everything on the device"
 
 
@@ -54,6 +55,15 @@ def make_files(args: Namespace) -> dict[str, Path]:
     return files
 
 
+def with_spinning(bench: Bench, model: Path) -> dict[str, Any]:
+    """Compute threads of the host that wait a millisecond before they sleep: between two layers they have to be woken otherwise."""
+    os.environ["GOMP_SPINCOUNT"] = "1000000"
+    try:
+        return bench.run("--engine", "leanstream", model=model)
+    finally:
+        os.environ["GOMP_SPINCOUNT"] = PACKAGE_SPINS
+
+
 def run_rows(bench: Bench, files: dict[str, Path], hot: int) -> dict[str, dict[str, Any]]:
     rows = {"stock -ngl 99": bench.run("--engine", "stock", "--ngl", 99)}
     everything = bench.run("--engine", "leanstream", model=files["hot"])
@@ -64,6 +74,7 @@ def run_rows(bench: Bench, files: dict[str, Path], hot: int) -> dict[str, dict[s
         for name, budget in (("half way to the least", (low + high) // 2), ("the least", low)):
             label = f"lean, {hot} % hot, {name}: {budget / 2**30:.2f} GiB"
             rows[label] = bench.run("--engine", "leanstream", "--device-budget", budget, model=files["hot"])
+    rows[f"lean, {hot} % hot, threads spin"] = with_spinning(bench, files["hot"])
     rows["lean, nothing hot, everything else on the device"] = bench.run("--engine", "leanstream", model=files["cold"])
     rows["lean on the host"] = bench.run("--engine", "leanstream", "--ngl", 0, model=files["cold"])
     rows["stock on the host"] = bench.run("--engine", "stock", "--ngl", 0)
@@ -82,6 +93,7 @@ def arguments() -> Namespace:
 
 def main() -> int:
     args = arguments()
+    os.environ["GOMP_SPINCOUNT"] = PACKAGE_SPINS
     files = make_files(args)
     if args.make_only:
         return 0
