@@ -66,9 +66,7 @@ Weight * Weights::add(ggml_tensor * tensor, uint8_t * home) {
     w.entry  = entry;
     w.tensor = tensor;
     w.home   = home;
-    // what no graph uses takes no memory if it is rearranged, or there for a device
-    const bool ours = entry->name.size() > 5 && entry->name.compare(entry->name.size() - 5, 5, ".lean") == 0;
-    w.use    = entry->bundle >= 0 || ours ? Use::neurons : Use::resident;
+    w.use    = entry->bundle >= 0 ? Use::neurons : Use::resident; // what no graph uses takes no memory if it is rearranged
     by_tensor_[tensor] = &w;
     return &w;
 }
@@ -81,6 +79,15 @@ Weight * Weights::find(const ggml_tensor * tensor) {
 const Weight * Weights::find_name(const std::string & name) const {
     const auto it = std::find_if(weights_.begin(), weights_.end(), [&](const Weight & w) { return w.entry->name == name; });
     return it == weights_.end() ? nullptr : &*it;
+}
+
+void Weights::add_device_neurons(int32_t block, const DeviceNeurons & neurons) {
+    for (Weight * w : {neurons.up, neurons.down}) {
+        if (w) {
+            w->use = Use::neurons; // until a graph has a device for it
+        }
+    }
+    device_neurons_[block] = neurons;
 }
 
 const DeviceNeurons * Weights::device_neurons(int32_t block) const {
@@ -148,16 +155,24 @@ void Weights::learn_again(Weight & w, const ggml_tensor * node) {
     }
 }
 
-void Weights::learn_device_neurons(const Weight & down) {
-    const auto it = device_neurons_.find(down.block());
-    if (it == device_neurons_.end() || it->second.down->on_device || down.entry->name.find("ffn_down.weight") == std::string::npos) {
+// w: a matrix in clusters, of which the device could multiply with a part (there) or not.
+void Weights::learn_device_neurons(const Weight & w, bool there) {
+    const auto it = device_neurons_.find(w.block());
+    if (it == device_neurons_.end() || it->second.down->on_device) {
         return;
     }
-    for (Weight * w : {it->second.up, it->second.down}) {
-        if (w) {
-            w->use = Use::dense;
-            w->on_device = true;
-            dense_order_.push_back(w);
+    if (!there) {
+        device_neurons_.erase(it);
+        return;
+    }
+    if (w.entry->name.find("ffn_down.weight") == std::string::npos) {
+        return; // up comes first
+    }
+    for (Weight * copy : {it->second.up, it->second.down}) {
+        if (copy) {
+            copy->use = Use::dense;
+            copy->on_device = true;
+            dense_order_.push_back(copy);
         }
     }
 }
@@ -190,8 +205,8 @@ void Weights::learn(const ggml_cgraph * graph, ggml_backend_buffer_type_t buffer
             }
             if (w->use != Use::neurons) {
                 w->on_device = w->on_device || there;
-            } else if (there) { // clusters are the host's
-                learn_device_neurons(*w);
+            } else { // clusters are the host's
+                learn_device_neurons(*w, there);
             }
         }
     }

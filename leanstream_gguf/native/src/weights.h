@@ -88,7 +88,7 @@ public:
     Weight * find(const ggml_tensor * tensor);
     const Weight * find_name(const std::string & name) const; // linear; nullptr if no graph has used it
     // Tensors that llama.cpp does not know: they are used where the block's down projection would be, if that is on a device.
-    void add_device_neurons(int32_t block, const DeviceNeurons & neurons) { device_neurons_[block] = neurons; }
+    void add_device_neurons(int32_t block, const DeviceNeurons & neurons);
     const DeviceNeurons * device_neurons(int32_t block) const; // nullptr: none, or the block is not on the device
 
     // Learn from a graph, in its order, how each weight is used, and form groups and layers. Until freeze() a later graph
@@ -114,7 +114,7 @@ private:
     void learn_use(Weight & w, const ggml_tensor * node, int source);
     bool learn_expert(Weight & w, const ggml_tensor * node);
     void learn_again(Weight & w, const ggml_tensor * node);
-    void learn_device_neurons(const Weight & down);
+    void learn_device_neurons(const Weight & w, bool there);
     void form_groups();
 
     const Index & index_;
