@@ -197,3 +197,14 @@ def test_repack_is_a_setting_of_the_stream() -> None:
 def test_values_that_are_refused_by_name() -> None:
     with pytest.raises(ArgumentError, match="not both"):
         parsed("-m", "a.gguf", "--config", str(Path(__file__).parent / "data" / "two_models.yaml"))
+
+
+def test_a_device_budget_from_flags_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (model,) = parsed("-m", "a.gguf", "--device_budget", "8GiB", "--device_exact", "false")
+    assert (model.device_budget, model.n_gpu_layers, model.stream_config().device_exact) == ("8GiB", None, False)
+    monkeypatch.setenv("LEANSTREAM_DEVICE_MEMORY", "50%")
+    _, (model,) = parsed("-m", "a.gguf")
+    assert model.device_budget == "50%"
+    monkeypatch.setenv("LEANSTREAM_DEVICE_MEMORY", "much")
+    with pytest.raises(ArgumentError, match="LEANSTREAM_DEVICE_MEMORY"):
+        parsed("-m", "a.gguf")
