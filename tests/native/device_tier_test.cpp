@@ -199,22 +199,6 @@ TEST(some_blocks_on_the_device) {
 
 namespace {
 
-// mean over tokens, in nats
-double divergence(const std::vector<float> & p, const std::vector<float> & q, size_t n_vocab) {
-    double sum = 0;
-    for (size_t at = 0; at < p.size(); at += n_vocab) {
-        double p_all = 0, q_all = 0;
-        for (size_t i = at; i < at + n_vocab; ++i) {
-            p_all += std::exp(double(p[i]));
-            q_all += std::exp(double(q[i]));
-        }
-        for (size_t i = at; i < at + n_vocab; ++i) {
-            sum += std::exp(double(p[i])) / p_all * (double(p[i]) - std::log(p_all) - double(q[i]) + std::log(q_all));
-        }
-    }
-    return sum / double(p.size() / n_vocab);
-}
-
 Streaming inexact(uint64_t device_budget, double host_cost) {
     Streaming s = on_device(device_budget);
     s.device_inexact = true;

@@ -70,7 +70,7 @@ void NeuronStore::form_pools() {
         if (std::any_of(pools_.begin(), pools_.end(), [&](const Pool & p) { return p.slot_bytes == bytes; })) {
             continue;
         }
-        Pool pool = { bytes, unit, 0, nullptr };
+        Pool pool = { bytes, unit, 0, nullptr, nullptr };
         for (size_t i = 0; i < layers_.size(); ++i) {
             if (slot_bytes_of(*layers_[i].shape) == bytes) {
                 layers_[i].first_unit = unit;
