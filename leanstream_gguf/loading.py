@@ -119,6 +119,9 @@ def opened(
     set_verbose(verbose)
     model_params = low_level.llama_model_default_params()
     model_params.n_gpu_layers = n_gpu_layers
+    no_devices = (ctypes.c_void_p * 1)(None)  # a list that ends where it begins
+    if n_gpu_layers == 0:  # llama.cpp would take a device for its buffers even so
+        model_params.devices = ctypes.addressof(no_devices)
     model_params.use_extra_bufts = not in_file_layout
     with contextlib.ExitStack() as stack:
         with construction, recorded_log() as log, scope:
