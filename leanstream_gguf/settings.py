@@ -213,7 +213,8 @@ class StreamConfig:
             smallest that the file holds.
         device_exact: with a GPU, True (default) copies every expert that device memory lacks, so that a device budget changes no
             bit. False computes some of a token's missing experts on the host instead, while the others are copied; it rounds
-            differently there (KL 0.0017 nats on a 30B-A3B shape, 0.0039 for flash attention switched). For slow buses.
+            differently there (KL 0.0017 nats on a 30B-A3B shape, 0.0039 for flash attention switched). For slow buses. Layers with
+            biases, or with gate and up in one tensor, stay exact.
         host_cost: with device_exact=False, the time to compute an expert on the host in times to copy it, which decides how many
             that are; 0 = measured while loading, as a power of two. Which ones is a function of this number, the device budget and
             the tokens so far, as long as the experts are in host memory.

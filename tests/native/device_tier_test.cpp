@@ -221,7 +221,7 @@ void some_experts_on_the_host(const char * name) {
         ToyModel m(path, inexact(r.low, cost));
         const std::vector<float> got = run(m);
         REQUIRE(got.size() == expected.size());
-        CHECK(divergence(expected, got, kVocab) <= 2 * limit + 1e-3);
+        CHECK(divergence(expected, got, kVocab) <= limit);
         const ls_stats s = m.stats();
         CHECK(s.device_host_experts > 0);
         CHECK(s.device_host_experts < s.device_misses); // a prompt's are copied
@@ -233,17 +233,16 @@ void some_experts_on_the_host(const char * name) {
 } // namespace
 
 TEST(host_experts_qwen3)      { some_experts_on_the_host("moe_qwen3"); }
-TEST(host_experts_merged)     { some_experts_on_the_host("moe_merged"); }
 TEST(host_experts_dense_lead) { some_experts_on_the_host("moe_dense_lead"); }
 
-// Nothing is missing, or the biases that the host would need are on the device: the same bytes.
+// Nothing is missing, or the host cannot take part (biases are on the device, gate and up are one tensor): the same bytes.
 TEST(no_experts_for_the_host) {
     require_device();
-    for (const char * name : {"moe_qwen3", "moe_bias"}) {
+    for (const char * name : {"moe_qwen3", "moe_bias", "moe_merged"}) {
         const std::string path = check::toy(name);
         ToyModel whole(path, 2, 99);
         const Range r = range(path, true);
-        ToyModel m(path, inexact(std::string(name) == "moe_bias" ? r.low : r.high, kFree));
+        ToyModel m(path, inexact(std::string(name) == "moe_qwen3" ? r.high : r.low, kFree));
         check::same_logits(run(m), run(whole), name);
         CHECK_EQ(m.stats().device_host_experts, 0u);
     }

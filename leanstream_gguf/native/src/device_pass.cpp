@@ -85,14 +85,15 @@ ggml_tensor * DevicePass::copy_of(const ggml_tensor * t, const char * prefix) {
     return copy;
 }
 
-// Nothing but the layer's products goes into it, by way of operations without weights (a bias lies on the device).
+// Nothing but the layer's products goes into it, by way of operations without weights. A bias lies on the device; and with views of
+// one merged product the sum was wrong on CUDA, though not on Vulkan: such layers are left alone.
 bool DevicePass::made_of_products(const Selected & s, const ggml_tensor * t, int depth) const {
     constexpr int kDepth = 8;
     if (std::any_of(s.products.begin(), s.products.end(), [&](const Product & p) { return p.node == t; })) {
         return true;
     }
-    const bool known = t->op == GGML_OP_GLU || t->op == GGML_OP_UNARY || t->op == GGML_OP_MUL || t->op == GGML_OP_VIEW ||
-        t->op == GGML_OP_CONT || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_SCALE || t->op == GGML_OP_CLAMP || t->op == GGML_OP_SQR;
+    const bool known = t->op == GGML_OP_GLU || t->op == GGML_OP_UNARY || t->op == GGML_OP_MUL ||
+        t->op == GGML_OP_SCALE || t->op == GGML_OP_CLAMP || t->op == GGML_OP_SQR;
     return known && depth < kDepth &&
         std::all_of(t->src, t->src + GGML_MAX_SRC, [&](const ggml_tensor * src) { return !src || made_of_products(s, src, depth + 1); });
 }
@@ -114,7 +115,6 @@ ggml_tensor * DevicePass::copy_for_host(Selected & s, ggml_tensor * t) {
         for (int i = 0; i < GGML_MAX_SRC && t->src[i]; ++i) {
             copy->src[i] = copy_for_host(s, t->src[i]);
         }
-        copy->view_src = t->view_src ? (copy->src[0]->view_src ? copy->src[0]->view_src : copy->src[0]) : nullptr;
         host_.add_node(copy);
     }
     return host_copies_[t] = copy;
