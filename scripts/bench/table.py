@@ -30,6 +30,15 @@ ROWS = [
     ("moe-cache", "cache25", "the same with a quarter of the experts cached"),
     ("resident-moe", "stock", "stock llama.cpp, same flags, everything resident"),
     ("resident-moe", "stock_repacked", "stock llama.cpp with its default repacking"),
+    ("moe-large-25", "resident", "Qwen3-30B-A3B shape, 12 of its layers, Q4_K, 4.0 GiB: everything resident"),
+    ("moe-large-25", "lean", "the same with a quarter of the experts cached"),
+    ("moe-large-25", "serial", "the same, read when chosen (mode `serial`)"),
+    ("moe-large-25", "hotcold", "the same, a fixed hot set and LRU (mode `hotcold`)"),
+    ("afm-resident", "exact", "AFM-4.5B shape, 12 of its layers, Q4_0, 0.9 GiB, repacked into neurons: everything resident"),
+    ("afm-resident", "stock_repacked", "stock llama.cpp with its default repacking, the source"),
+    ("afm-80", "streamed", "repacked into neurons, in 80 % of the source's size"),
+    ("afm-65", "streamed", "the same in 65 %, fidelity `faithful`"),
+    ("afm-80", "stock_capped", "stock llama.cpp, mmap, the source under the 80 % cap"),
 ]
 
 
