@@ -83,13 +83,16 @@ def test_a_single_model_answers_to_any_name(tiny: Tiny) -> None:
         assert running.chat(model="gpt-3.5-turbo").json()["model"] == "moe_qwen3"
 
 
-def test_a_model_that_cannot_be_loaded_is_a_typed_error_and_can_be_retried(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_a_typed_error_and_can_be_retried(
+    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = tmp_path / "broken.gguf"
     whole = tiny("moe_qwen3").read_bytes()
     broken.write_bytes(whole[: len(whole) * 3 // 4])
     with serving(broken, tiny("dense_untied")) as running:
         health = running.http.get("/health")
         assert (health.status_code, health.json()["status"], health.json()["error"]["code"]) == (503, "failed", "truncated")
+        assert "broken cannot be loaded" in caplog.text  # whoever started it sees it on stderr
         reply = running.chat(model="broken")
         assert (reply.status_code, reply.json()["error"]["code"]) == (422, "truncated")
         assert running.chat(model="dense_untied").status_code == 200  # the others work

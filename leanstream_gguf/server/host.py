@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import LeanStreamError, ReadError, StateError
-from .errors import ModelUnknownError, NoModelError, StoppingError
+from .errors import ModelUnknownError, NoModelError, StoppingError, log
 from .llama import Job, ServedLlama, load
 from .queueing import FairQueue
 from .settings import ModelSettings
@@ -301,6 +301,7 @@ class ModelHost:
             self._alias, self.error, self._failed = alias, None, None
         except Exception as error:
             self.error, self._failed = error, alias
+            log.error("%s cannot be loaded: %s", alias, error)
         finally:
             self._loading, self._load_task = None, None
 
