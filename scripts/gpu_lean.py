@@ -15,17 +15,14 @@ Prints a table and one JSON line; --save appends the line to scripts/bench/resul
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import subprocess
 import sys
-import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from gpu_table import HERE, RESULTS, ROOT, Bench, build, medians, parser, table
+from gpu_table import HERE, ROOT, Bench, build, circumstances, medians, parser, report, table
 
 PACKAGE_SPINS = "2000"  # GOMP_SPINCOUNT as the package sets it
 EVERYTHING = "lean, {hot} % hot, everything on the device"
@@ -104,18 +101,13 @@ def main() -> int:
     print(table(rows, EVERYTHING.format(hot=args.hot)), flush=True)
     record = {
         "benchmark": f"gpu-{args.backend}-lean",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": {"gpu": bench.gpu.ask("name"), "driver": bench.gpu.ask("driver_version"), "n_cpus": os.cpu_count()},
-        "kernel": platform.release(),
+        **circumstances(bench),
         "model": {"name": files["source"].name, "bytes": {name: path.stat().st_size for name, path in files.items()}},
         "settings": {key: getattr(args, key) for key in ("prompt", "steps", "rounds", "threads", "hot", "layers", "vocab")},
         "bus": bus,
         "rows": rows,
     }
-    print(json.dumps(record))
-    if args.save:
-        with RESULTS.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(record) + "\n")
+    report(record, save=args.save)
     return 0
 
 

@@ -313,6 +313,23 @@ def arguments() -> argparse.Namespace:
     return made.parse_args()
 
 
+def circumstances(bench: Bench) -> dict[str, Any]:
+    """When and where: the part of a result that every benchmark of a GPU has."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": {"gpu": bench.gpu.ask("name"), "driver": bench.gpu.ask("driver_version"), "n_cpus": os.cpu_count()},
+        "kernel": platform.release(),
+    }
+
+
+def report(record: dict[str, Any], *, save: bool) -> None:
+    """Print the result's line and, if asked, keep it."""
+    print(json.dumps(record))
+    if save:
+        with RESULTS.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(record) + "\n")
+
+
 def main() -> int:
     args = arguments()
     bench = Bench(build(args), make_model(args), args)
@@ -332,9 +349,7 @@ def main() -> int:
     print(table(rows, STOCK), flush=True)
     record: dict[str, Any] = {
         "benchmark": f"gpu-{args.backend}",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": {"gpu": bench.gpu.ask("name"), "driver": bench.gpu.ask("driver_version"), "n_cpus": os.cpu_count()},
-        "kernel": platform.release(),
+        **circumstances(bench),
         "model": {"name": bench.model.name, "bytes": bench.model.stat().st_size},
         "settings": {key: getattr(args, key) for key in ("prompt", "steps", "rounds", "threads", "shares")},
         "bus": bus,
@@ -344,10 +359,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             record["divergence"] = divergence(bench, Path(folder))
         print(record["divergence"])
-    print(json.dumps(record))
-    if args.save:
-        with RESULTS.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(record) + "\n")
+    report(record, save=args.save)
     return 0
 
 

@@ -1,5 +1,4 @@
 // Which of llama.cpp's backends computes a context's blocks on the device.
-#include "device_pass.h"
 #include "model.h"
 
 #include "json.h"
