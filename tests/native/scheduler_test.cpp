@@ -5,6 +5,7 @@
 #include "memory.h"
 #include "scheduler.h"
 
+#include <atomic>
 #include <cerrno>
 #include <map>
 #include <thread>
@@ -115,6 +116,22 @@ TEST(reads_ahead_go_behind_all_others) {
     r.add(4, Priority::demand, 4);
     r.scheduler->promote(1, Priority::refined);
     CHECK_EQ(r.finish(), (Tags{1000, 4, 1, 2, 3}));
+}
+
+// A thread that waits for a read and asks for the counters at once must find it counted.
+TEST(a_read_is_counted_before_it_is_delivered) {
+    struct CountingSink final : ReadSink {
+        void on_read(const ReadRequest &, int) override { counted = scheduler.load()->counters().n_bytes; }
+        std::atomic<Scheduler *> scheduler{nullptr};
+        std::atomic<uint64_t> counted{0};
+    } sink;
+    FakeDevice device(check::random_bytes(kPage, 1));
+    check::Pages memory(kPage);
+    Scheduler scheduler(pread_threads(1), sink);
+    sink.scheduler = &scheduler;
+    scheduler.submit({request(device, 0, memory.data(), Priority::demand, 1)});
+    scheduler.drain();
+    CHECK_EQ(sink.counted.load(), kPage);
 }
 
 TEST(withdrawn_reads_are_not_made) {

@@ -204,10 +204,13 @@ void Scheduler::set_wake(void (*wake)(void *), void * argument) {
 
 void Scheduler::finish(const ReadRequest & request, int64_t result) {
     const int error = result < 0 ? int(-result) : uint64_t(result) < request.n_needed ? ENODATA : 0;
+    { // before anybody can see that the bytes are there, so that counters asked for after a decode hold all of its reads
+        std::lock_guard<std::mutex> lock(mutex_);
+        counters_.n_reads++;
+        counters_.n_bytes += result > 0 ? uint64_t(result) : 0;
+    }
     sink_.on_read(request, error);
     std::lock_guard<std::mutex> lock(mutex_);
-    counters_.n_reads++;
-    counters_.n_bytes += result > 0 ? uint64_t(result) : 0;
     demand_in_flight_ -= request.priority == Priority::demand;
     ahead_in_flight_  -= is_ahead(request.priority);
     if (!queue_.empty()) {
