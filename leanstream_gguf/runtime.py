@@ -246,7 +246,7 @@ class ModelHandle:
 
         Args:
             depth: layers, 0 = off, at most 2; `auto` = what pays, found while running.
-            stages: 1 = a guess is never corrected; `auto` = at every chance.
+            stages: 1 = a guess is never corrected; `auto` = at every chance (StreamHandle.set_speculation).
 
         Raises:
             ArgumentError: out of range.

@@ -75,13 +75,13 @@ def test_experts_are_read_ahead_and_accounted_for(tiny: Tiny) -> None:
     assert stats["n_ahead_used"] + stats["n_ahead_wasted"] <= stats["n_ahead"]
     assert stats["n_ahead_late"] <= stats["n_ahead_used"]
     assert stats["ahead_bytes"] <= stats["read_bytes"]
-    assert {r["lead"] for r in speculation["recall"]} == {1, 2, 3}
+    assert {r["lead"] for r in speculation["recall"]} >= {1, 2, 3}
     assert (speculation["depth"], speculation["stages"], speculation["lead"]) == (2, None, 3)
 
 
 def test_guesses_are_far_better_than_chance(tiny: Tiny) -> None:
     _, _, speculation = run(tiny("moe_qwen3"), depth=1, stages="auto")
-    late, early = speculation["recall"]
+    late, early = speculation["recall"][:2]
     assert (late["lead"], early["lead"]) == (1, 2)
     assert late["at_k"] > 0.5, "random routers are nearly known one attention block early"
     assert late["at_k"] >= early["at_k"] - 0.02, "a later guess is no worse"

@@ -4,9 +4,13 @@
 #include "seq_points.h"
 #include "toy_run.h"
 
+#include "ggml.h"
+
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <thread>
 
 using namespace check;
@@ -86,4 +90,99 @@ TEST(freed_while_reads_are_under_way) {
         m.close();
         CHECK_EQ(n_started.load(), after);
     }
+}
+
+namespace {
+
+std::string speculation(const ToyModel & m) {
+    char * text = nullptr;
+    CHECK_EQ(ls_model_speculation_json(m.streamed(), &text), LS_OK);
+    const std::string found = text ? text : "";
+    ls_string_free(text);
+    return found;
+}
+
+// half of the experts
+Streaming half_of(const std::string & path) {
+    Streaming s;
+    s.cache_bytes = ToyModel(path, Streaming()).plan_number("capacity_bytes") / 2;
+    return s;
+}
+
+} // namespace
+
+// The layer goes ahead with the experts that are here; on their outputs the next layer is guessed while the others are read.
+TEST(missing_experts_are_awaited_behind_the_others) {
+    for (const char * name : {"moe_qwen3", "moe_dense_lead"}) {
+        const std::string path = toy(name);
+        const std::vector<float> expected = ToyModel(path).logits();
+        for (uint32_t stages : {2u, 3u, UINT32_MAX}) {
+            Streaming s = half_of(path);
+            s.n_threads = 3; // more than there are cores, or an odd number
+            ToyModel m(path, s);
+            CHECK_EQ(ls_model_set_speculation(m.streamed(), 2, stages), LS_OK);
+            GateReads gate([](uint64_t, size_t) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+                return 0;
+            });
+            same_logits(m.logits(), expected, name);
+            CHECK(m.stats().misses > 0);
+            CHECK_EQ(speculation(m).find("\"lead\":4,") != std::string::npos, stages > 2);
+        }
+    }
+}
+
+TEST(an_awaited_expert_that_cannot_be_read_fails_the_decode_only) {
+    const std::string path = toy("moe_qwen3");
+    const std::vector<float> expected = ToyModel(path).logits();
+    ToyModel m(path, half_of(path));
+    const uint64_t experts = m.file_offset("blk.1.ffn_down_exps.weight");
+    for (int failing = 1; failing < 40; failing += 3) {
+        std::atomic<int> n{0};
+        {
+            GateReads gate([&](uint64_t offset, size_t) {
+                std::this_thread::sleep_for(std::chrono::microseconds(300));
+                return offset >= experts && n++ == failing ? EIO : 0;
+            });
+            const bool ok = !m.logits().empty();
+            CHECK(ok || m.error().status == LS_ERR_READ);
+        }
+        same_logits(m.logits(), expected, "after a failed read");
+    }
+}
+
+namespace {
+
+struct Seen {
+    std::vector<std::string> names;
+    std::vector<float> values;
+};
+
+// every intermediate result of one layer's experts
+bool observe(ggml_tensor * t, bool ask, void * data) {
+    const bool wanted = strncmp(t->name, "ffn_moe_", 8) == 0 && t->type == GGML_TYPE_F32 && ggml_is_contiguous(t) && strstr(t->name, "-1");
+    if (wanted && !ask) {
+        Seen & seen = *(Seen *) data;
+        seen.names.push_back(t->name);
+        seen.values.insert(seen.values.end(), (const float *) t->data, (const float *) t->data + ggml_nelements(t));
+    }
+    return wanted || !ask;
+}
+
+} // namespace
+
+TEST(who_looks_at_single_nodes_sees_what_an_unstreamed_model_shows) {
+    const std::string path = toy("moe_qwen3");
+    Seen resident, half;
+    Streaming s;
+    s.observer = observe;
+    s.observer_data = &resident;
+    ToyModel(path, s).logits();
+    s.cache_bytes = half_of(path).cache_bytes;
+    s.observer_data = &half;
+    ToyModel(path, s).logits();
+    CHECK(!resident.values.empty());
+    CHECK(std::find(half.names.begin(), half.names.end(), "ffn_moe_gate-1") != half.names.end());
+    CHECK(resident.names == half.names);
+    same_logits(half.values, resident.values, "intermediate results");
 }

@@ -32,13 +32,15 @@ llama_model * load(const std::string & path, int32_t n_gpu_layers) {
     return llama_model_load_from_file(path.c_str(), p);
 }
 
-llama_context * make_context(llama_model * model, int32_t n_threads) {
+llama_context * make_context(llama_model * model, int32_t n_threads, const Streaming & s = Streaming()) {
     llama_context_params p = llama_context_default_params();
     p.n_ctx = 128;
     p.n_batch = 64;
     p.n_ubatch = 32;
     p.op_offload = false; // as streamed models have it
     p.n_threads = p.n_threads_batch = n_threads;
+    p.cb_eval = s.observer;
+    p.cb_eval_user_data = s.observer_data;
     return llama_init_from_model(model, p);
 }
 
@@ -80,7 +82,7 @@ ToyModel::ToyModel(const std::string & path, const Streaming & stream) : n_threa
     require(ls_load_begin(stream_, 0) == LS_OK, "ls_load_begin");
     model_ = load(path, stream.n_gpu_layers);
     for (uint32_t i = 0; model_ && i < stream.n_contexts; ++i) {
-        contexts_.push_back(make_context(model_, n_threads_));
+        contexts_.push_back(make_context(model_, n_threads_, stream));
     }
     ls_load_end();
     require(model_ && contexts_.back(), "loading");

@@ -41,6 +41,8 @@ struct Streaming {
     uint64_t device_budget_bytes = 0; // 0 = what is free
     bool     device_inexact = false;
     double   host_cost    = 0;
+    ggml_backend_sched_eval_callback observer = nullptr;
+    void *   observer_data = nullptr;
 
     explicit Streaming(double level = kUnlimited) : level(level) {}
 };

@@ -201,13 +201,15 @@ LS_API ls_status ls_model_set_device_budget(ls_model * model, uint64_t device_bu
 LS_API ls_status ls_model_set_policy(ls_model * model, const char * name, const char * params_json);
 
 // Reading ahead of a layer's choice of experts or neurons: how many layers to look ahead (0 = off, at most 2) and in how many stages a guess is
-// made (1 = once and for all; more = corrected as the layer comes near). UINT32_MAX = found while running. From the next token on;
+// made (1 = once and for all; 2 = corrected as the layer comes near; more = and up to stages - 2 times while the layer before waits for
+// experts, on the outputs of those that are computed). UINT32_MAX = found while running. From the next token on;
 // never changes the output. LS_ERR_ARGUMENT for other numbers.
 LS_API ls_status ls_model_set_speculation(ls_model * model, uint32_t depth, uint32_t stages);
 
 // JSON: {depth, stages (null = found while running), lead (the farthest one read on now: 0 off, 1 one attention block, 2 one layer,
 //   3 two layers ahead), settled, token_ns:[by lead], least_p, recall:[{lead, at_k, at_2k, n}]} of turns of one token:
-// share of the experts used that were among the k and 2k likeliest guesses, where k were used. For files with clusters of neurons also
+// share of the experts used that were among the k and 2k likeliest guesses, where k were used; lead 4: within the FFN of the layer
+// before. For files with clusters of neurons also
 // neurons_least_p and neurons_recall:[{lead, at_k, at_2k, n, layers:[{layer, at_k, at_2k, n}]}], of a sample of such turns.
 LS_API ls_status ls_model_speculation_json(ls_model * model, char ** out);
 

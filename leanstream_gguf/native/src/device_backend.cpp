@@ -21,6 +21,10 @@ void ls::run_on_host(const llama_context * ctx, ggml_tensor * node) {
     ggml_backend_sched_set_tensor_backend(sched, node, ggml_backend_sched_get_backend(sched, ggml_backend_sched_get_n_backends(sched) - 1));
 }
 
+bool ls::is_observed(const llama_context * ctx) {
+    return ctx->get_cparams().cb_eval != nullptr;
+}
+
 // As llama.cpp lists them: discrete ones, integrated ones only where there are no others.
 static std::vector<ggml_backend_dev_t> usable_devices() {
     std::vector<ggml_backend_dev_t> found;

@@ -12,13 +12,17 @@ void MoeRun::reserve_counters(uint32_t n_parts, int n_threads) {
         assigned.reset(new std::atomic<uint8_t>[n]);
         next_chunk.reset(new std::atomic<int32_t>[n]);
         threads_left.reset(new std::atomic<int32_t>[n]);
+        progress.reset(new std::atomic<uint8_t>[n]);
         room = n;
     }
     for (size_t i = 0; i < n; ++i) {
         assigned[i].store(0, std::memory_order_relaxed);
         next_chunk[i].store(0, std::memory_order_relaxed);
         threads_left[i].store(n_threads, std::memory_order_relaxed);
+        progress[i].store(0, std::memory_order_relaxed);
     }
+    n_summed.store(0, std::memory_order_relaxed);
+    n_guesses.store(0, std::memory_order_relaxed);
     for (std::atomic<int32_t> & n : threads_in_part) {
         n.store(n_threads, std::memory_order_relaxed);
     }

@@ -101,8 +101,9 @@ public:
     void wave_computed(MoeRun & run, uint32_t part, uint32_t k);
     // experts[k]'s part can be computed now (or has failed, or the session has)
     bool part_settled(const MoeRun & run, uint32_t part, uint32_t k) const;
-    // sleep until one of the pending experts is settled
-    void wait_part(Session & session, MoeRun & run, uint32_t part, const std::vector<uint32_t> & pending, bool count_stall);
+    bool expert_settled(const MoeRun & run, uint32_t k) const; // all of its parts
+    // sleep until a part, or all parts (-1), of one of the pending experts are settled
+    void wait_part(Session & session, MoeRun & run, int32_t part, const std::vector<uint32_t> & pending, bool count_stall);
     // first byte of the part in memory, or nullptr if its read failed (the session then has the error)
     const uint8_t * part_data(Session & session, const MoeRun & run, uint32_t part, uint32_t k);
 

@@ -1,6 +1,7 @@
 // Experts: cached by unit (one expert of one layer), loaded by part (gate, up, down).
 #include "engine.h"
 
+#include "awaited_experts.h"
 #include "crc32c.h"
 
 #include <algorithm>
@@ -172,9 +173,11 @@ bool Engine::pin_run_locked(MoeRun & run) {
         return false;
     }
     const uint32_t n_parts = uint32_t(l.parts.size());
-    std::stable_partition(run.experts.begin(), run.experts.end(), [&](int32_t e) {
+    const auto missing = std::stable_partition(run.experts.begin(), run.experts.end(), [&](int32_t e) {
         return whole_unit_locked(l.first_unit + uint32_t(e), n_parts);
     });
+    run.n_here = uint32_t(run.may_await && run.rows.size() == run.experts.size() ? missing - run.experts.begin()
+                                                                                 : run.experts.end() - run.experts.begin());
     run.pinned.assign(run.experts.size(), 0);
     for (size_t k = 0; k < run.experts.size(); ++k) { // first what is there, so that admission cannot evict it
         const uint32_t unit = l.first_unit + uint32_t(run.experts[k]);
@@ -240,17 +243,21 @@ void Engine::moe_begin(Session & session, MoeRun & run, const float * logits) {
         unpin_run_locked(run);
         run.active = true;
         run.wave = true;
+        run.n_here = uint32_t(run.experts.size());
         run.pinned.assign(run.experts.size(), 0);
         stats_.n_waves++;
         return;
     }
     std::vector<ReadRequest> requests;
-    for (uint32_t p = 0; p < n_parts; ++p) {
-        for (int32_t e : run.experts) {
-            start_part_locked(run.layer, uint32_t(e), p, Priority::demand, requests);
-        }
+    const uint32_t n = uint32_t(run.experts.size());
+    for (uint32_t i = 0; i < n * n_parts; ++i) { // awaited experts come one by one, others part by part
+        const uint32_t k = run.awaits() ? i / n_parts : i % n, part = run.awaits() ? i % n_parts : i / n;
+        start_part_locked(run.layer, uint32_t(run.experts[k]), part, Priority::demand, requests);
     }
     scheduler_->submit(requests);
+    if (run.awaits()) {
+        session.awaited_scratch.resize((n - run.n_here) * awaited_bytes(l));
+    }
     read_ahead_batch_locked(run);
 }
 
@@ -353,14 +360,24 @@ bool Engine::part_settled(const MoeRun & run, uint32_t part, uint32_t k) const {
     return state == Load::ready || state == Load::failed;
 }
 
-void Engine::wait_part(Session & session, MoeRun & run, uint32_t part, const std::vector<uint32_t> & pending, bool count_stall) {
+bool Engine::expert_settled(const MoeRun & run, uint32_t k) const {
+    const uint32_t n_parts = uint32_t(weights.moe_layers[run.layer].parts.size());
+    for (uint32_t part = 0; part < n_parts; ++part) {
+        if (!part_settled(run, part, k)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void Engine::wait_part(Session & session, MoeRun & run, int32_t part, const std::vector<uint32_t> & pending, bool count_stall) {
     Lock lock(mutex_);
     for (;;) {
         if (session.failed.load()) {
             return;
         }
         for (uint32_t k : pending) {
-            if (part_settled(run, part, k)) {
+            if (part < 0 ? expert_settled(run, k) : part_settled(run, uint32_t(part), k)) {
                 return;
             }
         }

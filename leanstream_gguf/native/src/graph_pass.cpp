@@ -1,5 +1,6 @@
 #include "graph_pass.h"
 
+#include "awaited_experts.h"
 #include "device_pass.h"
 #include "engine.h"
 #include "guess_points.h"
@@ -42,6 +43,7 @@ public:
             place_on_device(node);
             acquire_sources(node, i);
             rewrite(node);
+            let_it_await(node, i);
             out_.push_back(node);
             insert_guesses(node);
             insert_neuron_guesses(node);
@@ -362,6 +364,37 @@ private:
         node->op = GGML_OP_CUSTOM;
         routing.last_product = int(out_.size()); // run() appends the node there
     }
+
+    // A product that can wait for missing experts until all else of its layer is computed.
+    void let_it_await(ggml_tensor * node, int at) {
+        if (engine_.device() || session_.observed || node->op != GGML_OP_CUSTOM || op_params(node).custom.fun != op_mul_mat_id || !can_await(node)) {
+            return;
+        }
+        ggml_tensor * select = node->src[3];
+        OpParams p = op_params(select);
+        p.part = 1;
+        set_op_params(select, p, op_select, 1);
+        const size_t layer = size_t(op_params(node).index);
+        const ggml_tensor * gate = node->src[1]->src[0];
+        node->src[kAwaitedInput] = gate->src[4] ? gate->src[4] : gate->src[1];
+        session_.awaited_bytes = std::max(session_.awaited_bytes, size_t(node->ne[1]) * awaited_bytes(engine_.weights.moe_layers[layer]));
+        ggml_tensor * weights = weights_of(node, at), * residual = guess_points_.before_ffn[layer];
+        if (layer + 1 < guess_points_.before_ffn.size() && guess_points_.before_ffn[layer + 1] && weights && is_done(weights) &&
+            residual && is_done(residual)) {
+            node->src[kAwaitedWeights]  = weights;
+            node->src[kAwaitedResidual] = residual;
+        }
+    }
+
+    // what the experts' outputs are multiplied with before they are added up
+    ggml_tensor * weights_of(const ggml_tensor * down, int at) const {
+        const ggml_tensor * next = at + 1 < graph_->n_nodes ? graph_->nodes[at + 1] : nullptr;
+        const bool weighs = next && next->op == GGML_OP_MUL && next->src[0] == down && next->src[1]->ne[0] == 1 &&
+            next->src[1]->ne[1] == down->ne[1] && next->src[1]->type == GGML_TYPE_F32;
+        return weighs ? next->src[1] : nullptr;
+    }
+
+    bool is_done(const ggml_tensor * node) const { return std::find(out_.rbegin(), out_.rend(), node) != out_.rend(); }
 
     void insert_neuron_guesses(ggml_tensor * node) {
         const auto found = neuron_points_.find(node);

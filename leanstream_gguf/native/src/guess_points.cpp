@@ -11,8 +11,12 @@ namespace ls {
 
 namespace {
 
+bool is_one_row(const ggml_tensor * residual) {
+    return residual && residual->type == GGML_TYPE_F32 && ggml_nrows(residual) == 1 && ggml_is_contiguous(residual);
+}
+
 void add(GuessPoints & points, const ggml_tensor * residual, size_t layer, uint8_t lead) {
-    if (residual && residual->type == GGML_TYPE_F32 && ggml_nrows(residual) == 1 && ggml_is_contiguous(residual)) {
+    if (is_one_row(residual)) {
         points.at[residual].push_back({int32_t(layer), lead});
     }
 }
@@ -27,7 +31,7 @@ const Weight * expert_weight(Engine & engine, ggml_backend_buffer_type_t buffer_
 } // namespace
 
 GuessPoints find_guess_points(Engine & engine, ggml_backend_buffer_type_t buffer_type, const ggml_cgraph * graph) {
-    struct Layer { const ggml_tensor * input = nullptr, * before_ffn = nullptr; bool seen = false, routed = false; };
+    struct Layer { const ggml_tensor * input = nullptr; ggml_tensor * before_ffn = nullptr; bool seen = false, routed = false; };
     GuessPoints points;
     std::vector<Layer> layers(engine.weights.moe_layers.size());
     std::unordered_map<std::string, const ggml_tensor *> by_name;
@@ -48,12 +52,15 @@ GuessPoints find_guess_points(Engine & engine, ggml_backend_buffer_type_t buffer
         }
         layer.routed = true;
         points.logits[node->src[2]] = logits;
-        const ggml_tensor * x = logits->src[1];
+        ggml_tensor * x = logits->src[1];
         layer.before_ffn = router.norm ? x->src[0]->src[0] : x;
-        const auto input = by_name.find("l_out-" + std::to_string(engine.weights.moe_layers[size_t(w->layer)].block - 1));
+        const int32_t block = engine.weights.moe_layers[size_t(w->layer)].block;
+        const auto input = by_name.find(block == 0 ? "embd" : "l_out-" + std::to_string(block - 1));
         layer.input = input == by_name.end() ? nullptr : input->second;
     }
+    points.before_ffn.assign(layers.size(), nullptr);
     for (size_t l = 0; l < layers.size(); ++l) {
+        points.before_ffn[l] = is_one_row(layers[l].before_ffn) ? layers[l].before_ffn : nullptr;
         if (layers[l].routed) {
             add(points, layers[l].input, l, kLeadBlock);
             add(points, l >= 1 ? layers[l - 1].before_ffn : nullptr, l, kLeadLayer);

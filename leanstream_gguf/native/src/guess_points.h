@@ -18,6 +18,7 @@ class Engine;
 struct GuessPoints {
     std::unordered_map<const ggml_tensor *, const ggml_tensor *> logits; // of a routing decision's ids
     std::unordered_map<const ggml_tensor *, std::vector<std::pair<int32_t, uint8_t>>> at; // [residual] layer and lead
+    std::vector<ggml_tensor *> before_ffn; // [layer] residual, float32 [n_embd, 1]; nullptr: how the layer routes is not understood
 };
 
 // Points at each layer's input, and before the FFNs of the one and two layers before. Only for single tokens: a batch uses most

@@ -99,8 +99,9 @@ bool graph_built(const llama_context * ctx, ggml_context * ctx0, ggml_cgraph * g
         model->engine.weights.learn(graph, &model->buffer_type);
         const int n_threads = std::max({llama_n_threads(const_cast<llama_context *>(ctx)), llama_n_threads_batch(const_cast<llama_context *>(ctx)), 1});
         const uint64_t work = model->all_on_device ? 0 : ggml_graph_plan(graph, n_threads, nullptr).work_size;
+        session.observed = is_observed(ctx);
         const uint32_t n_held = rewrite_graph(model->engine, session, &model->buffer_type, ctx0, graph);
-        model->engine.note_graph(session, graph, tokens_of(graph), work + session.tiled_bytes_per_thread * uint64_t(n_threads), n_held);
+        model->engine.note_graph(session, graph, tokens_of(graph), work + session.tiled_bytes_per_thread * uint64_t(n_threads) + session.awaited_bytes, n_held);
         return true;
     } catch (const Error & e) {
         model->engine.fail(session, e.info);

@@ -58,6 +58,8 @@ void measure_session(const llama_context * ctx, const DeviceTier * device, Sessi
 
 // device_backend.cpp
 ggml_backend_t device_backend(const llama_context * ctx, ggml_backend_dev_t device);
+// somebody looks at the results of single nodes (cb_eval)
+bool is_observed(const llama_context * ctx);
 // this node of the graph that is being built runs on the host, whatever stands beside it
 void run_on_host(const llama_context * ctx, ggml_tensor * node);
 std::string devices_json(); // as ls_devices_json()

@@ -2,9 +2,10 @@
 // order in which experts are visited and the place of their weights differ.
 #include "ops.h"
 
+#include "awaited_experts.h"
 #include "engine.h"
+#include "expert_rows.h"
 
-#include "ggml-cpu.h"
 #include "ggml-cpu-impl.h"
 #include "tiled/tiled.h"
 
@@ -14,9 +15,6 @@
 namespace ls {
 
 namespace {
-
-// Below this many bytes a thread, sharing a counter costs more than an uneven split (10 % of zoo-moe's speed).
-constexpr size_t kSmallExpert = 64 * 1024;
 
 struct Product {
     ggml_tensor * dst;
@@ -55,19 +53,15 @@ bool tiled_expert(const Product & op, uint32_t k, const uint8_t * weights) {
 void vec_dot_rows(const Product & op, uint32_t k, const uint8_t * weights, int64_t r0, int64_t r1) {
     const ggml_tensor * w   = op.dst->src[0];
     const ggml_tensor * in  = op.dst->src[1];
-    const ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu(w->type);
     const char * quantized = op.dst->src[4] ? (const char *) op.dst->src[4]->data : nullptr;
-    const size_t in_bytes = ggml_row_size(traits->vec_dot_type, w->ne[0]);
+    const size_t in_bytes = ggml_row_size(ggml_get_type_traits_cpu(w->type)->vec_dot_type, w->ne[0]);
     const int32_t e = op.run.experts[k];
     for (uint32_t i = op.run.first_row[size_t(e)]; i < op.run.first_row[size_t(e) + 1]; ++i) {
         const MoeRun::Row & row = op.run.rows[i];
         const int64_t i11 = row.slot % in->ne[1];
         const char * x = quantized ? quantized + (i11 + row.token * in->ne[1]) * in_bytes
                                    : (const char *) in->data + i11 * in->nb[1] + row.token * in->nb[2];
-        float * out = output_row(op, row);
-        for (int64_t r = r0; r < r1; ++r) {
-            traits->vec_dot(int(w->ne[0]), out + r, 0, weights + r * w->nb[1], 0, x, 0, 1);
-        }
+        dot_rows(*w, weights, x, output_row(op, row), r0, r1);
     }
 }
 
@@ -76,32 +70,24 @@ void compute_expert(const Product & op, uint32_t k) {
     if (!weights) {
         return; // its read failed: the session has failed, the outputs are thrown away
     }
-    if (tiled_expert(op, k, weights)) {
-        return;
-    }
-    const int64_t m = op.dst->src[0]->ne[1];
-    if (m * op.dst->src[0]->nb[1] < kSmallExpert * size_t(op.nth)) {
-        vec_dot_rows(op, k, weights, m * op.ith / op.nth, m * (op.ith + 1) / op.nth);
-        return;
-    }
-    // four chunks a thread even out a core that is taken away
-    const int64_t chunk = std::max<int64_t>(16, (m + 4 * op.nth - 1) / (4 * op.nth));
-    std::atomic<int32_t> & next = op.run.next_chunk[op.part * op.run.experts.size() + k];
-    for (int64_t r = next.fetch_add(1, std::memory_order_relaxed) * chunk; r < m;
-         r = next.fetch_add(1, std::memory_order_relaxed) * chunk) {
-        vec_dot_rows(op, k, weights, r, std::min(m, r + chunk));
+    if (!tiled_expert(op, k, weights)) {
+        share_rows(*op.dst->src[0], op.ith, op.nth, op.run.next_chunk[op.part * op.run.experts.size() + k],
+            [&](int64_t r0, int64_t r1) { vec_dot_rows(op, k, weights, r0, r1); });
     }
 }
 
-// Where the device computes the other rows.
-void clear_other_rows(const Product & op) {
+// Rows that the device computes, or that come later.
+void clear_other_rows(const Product & op, uint32_t n_experts) {
     const size_t n_used = size_t(op.dst->ne[1]), n_rows = n_used * size_t(op.dst->ne[2]);
-    if (op.run.rows.size() == n_rows) {
+    if (op.run.rows.size() == n_rows && n_experts == op.run.experts.size()) {
         return;
     }
     std::vector<bool> ours(n_rows, false);
-    for (const MoeRun::Row & row : op.run.rows) {
-        ours[size_t(row.token) * n_used + size_t(row.slot)] = true;
+    for (uint32_t k = 0; k < n_experts; ++k) {
+        const uint32_t * first = &op.run.first_row[size_t(op.run.experts[k])];
+        for (uint32_t i = first[0]; i < first[1]; ++i) {
+            ours[size_t(op.run.rows[i].token) * n_used + size_t(op.run.rows[i].slot)] = true;
+        }
     }
     for (size_t i = 0; i < n_rows; ++i) {
         if (!ours[i]) {
@@ -111,11 +97,11 @@ void clear_other_rows(const Product & op) {
 }
 
 // Every thread visits every expert once: ready ones at once, the others as they arrive.
-void compute_all(const Product & op) {
+void compute_all(const Product & op, const AwaitedProduct * awaiting) {
     if (op.run.wave) {
         op.engine.wave_enter(op.run, op.part);
     }
-    std::vector<uint32_t> pending(op.run.experts.size());
+    std::vector<uint32_t> pending(op.run.n_here);
     for (uint32_t k = 0; k < pending.size(); ++k) {
         pending[k] = k;
     }
@@ -129,11 +115,14 @@ void compute_all(const Product & op) {
             if (op.run.wave) {
                 op.engine.wave_computed(op.run, op.part, k);
             }
+            if (awaiting) {
+                note_summed(*awaiting, k);
+            }
             return true;
         };
         pending.erase(std::remove_if(pending.begin(), pending.end(), settled), pending.end());
         if (pending.size() == before) {
-            op.engine.wait_part(op.session, op.run, op.part, pending, op.ith == 0);
+            op.engine.wait_part(op.session, op.run, int32_t(op.part), pending, op.ith == 0);
         }
     }
 }
@@ -144,10 +133,15 @@ void op_mul_mat_id(ggml_tensor * dst, int ith, int nth, void *) {
     const OpParams p = op_params(dst);
     const Product op = { dst, p, *p.session, *p.session->engine, p.session->runs[p.run], uint32_t(p.part), ith, nth };
     if (!op.session.failed.load()) {
+        const AwaitedProduct awaited = { dst, op.session, op.engine, op.run, ith, nth };
+        const bool awaiting = p.last && op.run.awaits(); // here, not in a later product
         if (ith == 0) {
-            clear_other_rows(op);
+            clear_other_rows(op, awaiting ? uint32_t(op.run.experts.size()) : op.run.n_here);
         }
-        compute_all(op);
+        compute_all(op, awaiting ? &awaited : nullptr);
+        if (awaiting) {
+            compute_awaited(awaited);
+        }
     }
     if (op.run.threads_in_part[op.part].fetch_sub(1) != 1) {
         return;

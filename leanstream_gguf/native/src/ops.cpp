@@ -108,6 +108,7 @@ void begin_run(Session & session, MoeRun & run, uint32_t layer, const ggml_tenso
     run.wave  = false;
     run.experts.clear();
     run.rows.clear();
+    run.n_here = 0;
     run.reserve_counters(0, n_threads);
     if (session.failed.load()) {
         return;
@@ -117,6 +118,7 @@ void begin_run(Session & session, MoeRun & run, uint32_t layer, const ggml_tenso
         return;
     }
     group_rows(ids, l.n_experts, only, run);
+    run.n_here = uint32_t(run.experts.size());
     run.reserve_counters(uint32_t(l.parts.size()), n_threads);
     if (session.tiled_bytes_per_thread) {
         session.tiled_scratch.resize(64 + session.tiled_bytes_per_thread * size_t(n_threads));
@@ -129,6 +131,7 @@ void begin_run(Session & session, MoeRun & run, uint32_t layer, const ggml_tenso
 void op_select(ggml_tensor * dst, int ith, int nth, void *) {
     if (ith == 0) {
         const OpParams p = op_params(dst);
+        p.session->runs[p.run].may_await = p.part != 0;
         begin_run(*p.session, p.session->runs[p.run], uint32_t(p.index), dst->src[0],
             dst->src[1] ? (const float *) dst->src[1]->data : nullptr, nth);
     }

@@ -19,7 +19,7 @@ struct OpParams {
     ggml_custom_op_params custom;
     Session * session;
     int32_t   index;     // acquire: dense group; select, product and guess: MoE layer
-    int16_t   part;      // product: part of the layer; guess: its lead; neurons: 1 = of a block on a device
+    int16_t   part;      // product: part of the layer; select: 1 = experts may be awaited; guess: its lead; neurons: 1 = of a block on a device
     int8_t    run;       // select and product: which of the session's runs
     int8_t    last;      // product: 1 = the run ends here
     int32_t   n_release;

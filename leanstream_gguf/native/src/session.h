@@ -34,6 +34,8 @@ struct MoeRun {
     std::vector<int32_t> experts;     // [n_distinct] in the order of computation: resident ones first
     std::vector<uint32_t> first_row;  // [n_experts + 1] rows of expert e are rows[first_row[e] .. first_row[e + 1])
     std::vector<Row>      rows;       // [n_used * n_tokens]
+    uint32_t n_here = 0;              // experts[0 .. n_here) are computed product by product, the others are awaited (awaited_experts.h)
+    bool     may_await = false;
 
     // guarded by the engine's lock
     std::vector<uint8_t> pinned;      // [n_distinct]
@@ -45,9 +47,14 @@ struct MoeRun {
     std::unique_ptr<std::atomic<uint8_t>[]>  assigned;  // [n_distinct] wave only
     std::unique_ptr<std::atomic<int32_t>[]>  next_chunk; // [n_parts][n_distinct]
     std::unique_ptr<std::atomic<int32_t>[]>  threads_left; // [n_parts][n_distinct]
+    std::unique_ptr<std::atomic<uint8_t>[]>  progress;   // [n_distinct] awaiting only: how far the expert is
     std::atomic<int32_t> threads_in_part[4] = {}; // threads that have not finished the product of a part
+    std::atomic<uint32_t> n_summed{0};  // awaiting only: experts whose output is complete
+    std::atomic<uint32_t> n_guesses{0}; // awaiting only: made on some experts' outputs about the next layer
+    std::atomic<bool> guessing{false};  // one of them is being made
     size_t room = 0;                  // n_parts * n_distinct that fit the arrays above
 
+    bool awaits() const { return n_here < experts.size(); }
     void reserve_counters(uint32_t n_parts, int n_threads);
 };
 
@@ -83,10 +90,14 @@ struct Session {
     std::atomic<uint32_t> next_chunk[2] = {}; // of the products with repacked weights, in turn
     size_t tiled_bytes_per_thread = 0;
     std::vector<uint8_t> tiled_scratch;
+    size_t awaited_bytes = 0;          // most that awaited_scratch takes
+    std::vector<uint8_t> awaited_scratch; // of the experts that the product at hand awaits
+    bool observed = false;             // somebody looks at the results of single nodes (llama.h's cb_eval)
     std::vector<std::pair<const ggml_cgraph *, int64_t>> graph_tokens; // of the graphs that may be run again
     std::atomic<int> guessing{0};      // threads through with the guess at hand
     uint8_t  lead = 0;                 // farthest lead whose guesses are read on, in this graph
     SpeculationSettings speculation;   // in this graph
+    uint32_t part_guesses = 0;         // most guesses on some experts' outputs, each layer
     bool     measured = false;         // its time tells flow control something
     int64_t  n_tokens = 0;             // of the graph being run
     uint64_t begin_ns = 0;

@@ -63,7 +63,7 @@ std::string Engine::speculation_json() const {
         const bool is_auto = spec_.settings.depth == SpeculationSettings::kAuto;
         j.key("lead").number(uint32_t(is_auto ? spec_.flow.best() : spec_.settings.farthest()));
         j.key("settled").boolean(!is_auto || spec_.flow.settled());
-        j.key("least_p").number(double(spec_.waste.least_p));
+        j.key("least_p").number(double(spec_.least_p()));
         j.key("token_ns");
         {
             auto list = j.array();
@@ -159,12 +159,19 @@ void Engine::begin_speculation_locked(Session & session, const ggml_cgraph * gra
         session.measured = is_auto;
     }
     session.speculation = spec_.settings;
+    spec_.busy_ns = scheduler_->counters().busy_ns;
+    session.part_guesses = single && spec_.trace ? UINT32_MAX : spec_.settings.part_guesses(session.lead);
     switch_guesses(graph, single && spec_.trace ? uint8_t(kLeadLayers) : session.lead, spec_.trace ? SpeculationSettings() : spec_.settings);
 }
 
 void Engine::end_speculation_locked(Session & session) {
+    const uint64_t ns = now_ns() - session.begin_ns;
     if (session.measured && n_active_ == 1 && !session.failed.load()) {
-        spec_.flow.measured(session.lead, now_ns() - session.begin_ns);
+        spec_.flow.measured(session.lead, ns);
+    }
+    if (session.n_tokens == 1) {
+        const double busy = double(scheduler_->counters().busy_ns - spec_.busy_ns) / double(std::max<uint64_t>(1, ns));
+        spec_.drive_busy += (std::min(1.0, busy) - spec_.drive_busy) / 16;
     }
     if (spec_.trace) {
         spec_.trace->flush();
@@ -201,19 +208,19 @@ void Engine::read_ahead_guessed_locked(uint32_t layer, uint8_t lead, const std::
     if (cache_->n_slots() < 3 * n_used) {
         return; // no room beside what demand needs
     }
-    const Priority priority = lead == kLeadBlock ? Priority::refined : Priority::speculative;
+    const Priority priority = lead == kLeadBlock || lead == kLeadParts ? Priority::refined : Priority::speculative;
     uint32_t n_waiting = 0;
     std::vector<uint32_t> order;
     for (uint32_t e = 0; e < l.n_experts; ++e) {
         const uint32_t unit = l.first_unit + e;
         if (spec_.ahead->waiting(unit)) {
             n_waiting++;
-            if (p[e] < 0.5f * spec_.waste.least_p) {
+            if (p[e] < 0.5f * spec_.least_p()) {
                 n_waiting -= cancel_ahead_locked(layer, e);
             } else if (priority == Priority::refined) {
                 promote_unit_locked(layer, e, priority);
             }
-        } else if (p[e] >= spec_.waste.least_p && !whole_unit_locked(unit, uint32_t(l.parts.size()))) {
+        } else if (p[e] >= spec_.least_p() && !whole_unit_locked(unit, uint32_t(l.parts.size()))) {
             order.push_back(e);
         }
     }

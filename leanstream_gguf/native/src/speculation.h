@@ -5,6 +5,7 @@
 #include "predictor.h"
 #include "units_ahead.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -22,16 +23,21 @@ enum Lead : uint8_t {
     kLeadBlock  = 1, // the layer's input: one attention block earlier
     kLeadLayer  = 2, // before the FFN of the layer before
     kLeadLayers = 3, // before the FFN of the layer before that
+    kLeadParts  = 4, // within the FFN of the layer before: some of its experts' outputs are complete. Corrects kLeadLayer
 };
-constexpr uint32_t kLeads = 4; // 0 is unused
+constexpr uint32_t kLeads = 5; // 0 is unused
 
 struct SpeculationSettings {
     static constexpr uint32_t kAuto = UINT32_MAX;
 
     uint32_t depth  = kAuto; // layers to look ahead, 0 (off) to 2; kAuto: what pays, found while running
-    uint32_t stages = kAuto; // 1: one guess, never corrected until demand; more: corrected at each later lead
+    uint32_t stages = kAuto; // 1: one guess, never corrected until demand; 2: corrected at each later lead; more: and up to stages - 2 times within an FFN
     // one guess at the farthest lead, or all up to it
-    bool uses(uint8_t lead, uint8_t farthest) const { return stages == 1 ? lead == farthest : lead <= farthest; }
+    bool uses(uint8_t lead, uint8_t farthest) const {
+        return stages == 1 ? lead == farthest : lead == kLeadParts ? farthest >= kLeadLayer : lead <= farthest;
+    }
+    // most guesses within one FFN, beside the one before and the one behind it
+    uint32_t part_guesses(uint8_t farthest) const { return !uses(kLeadParts, farthest) ? 0 : stages == kAuto ? UINT32_MAX : stages - 2; }
     uint8_t farthest() const { return depth == 0 ? 0 : depth == kAuto ? uint8_t(kLeadLayers) : uint8_t(depth + 1); }
 };
 
@@ -57,10 +63,14 @@ struct Speculation {
     AheadCounters       counters;
     WasteLimit          waste;
     std::unique_ptr<UnitsAhead> ahead;       // over all units
+    double drive_busy = 1;                   // share of the time, of the last tokens
+    uint64_t busy_ns = 0;                    // of the drive when the graph began
     FlowControl flow;
     std::shared_ptr<TraceWriter> trace;      // shared with the neuron store
     std::atomic<bool> tracing{false};        // trace is set
 
+    // A guess that is read saves its time if it is right, and costs it if it is wrong and the drive has no time left.
+    float least_p() const { return std::max(waste.least_p, float(drive_busy / (1 + drive_busy))); }
     Guess & guess(uint32_t layer, uint8_t lead) { return guesses[layer * kLeads + lead]; }
 };
 

@@ -4,7 +4,7 @@
 // All integers little-endian; a varint is LEB128. An event is a tag byte and
 //   1 tokens   varint n                                          a graph of n tokens begins
 //   2 predict  varint layer, byte lead, varint n, n x {varint step, byte p}
-//              lead: 1 = one attention block ahead, 2 = one layer ahead, 3 = two layers ahead, ...
+//              lead: 1 = one attention block ahead, 2 = one layer ahead, 3 = two layers ahead, 4 = within the FFN of the layer before
 //   3 need     varint layer, byte pass, varint n, n x {varint step, byte arrival}, varint m, m x {varint step, int8 margin}
 //              pass: 1 = a pass over (nearly) all units of the layer, which says nothing of single ones
 // A unit is an expert or a cluster of neurons; layers with experts come first. Units are in ascending order within their layer; step is the distance to the one before, from -1. p is in 1/255, a margin in
