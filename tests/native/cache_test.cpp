@@ -2,6 +2,7 @@
 #include "support.h"
 
 #include "cache.h"
+#include "units_ahead.h"
 
 #include <algorithm>
 #include <cstring>
@@ -240,4 +241,23 @@ TEST(a_cache_of_nothing) {
     CHECK(c.set_capacity(0, evicted));
     CHECK(c.set_capacity(1u << 20, evicted));
     CHECK_EQ(c.capacity_bytes(), 0);
+}
+
+TEST(guesses_must_be_surer_the_more_is_wasted) {
+    WasteLimit limit(1e6);
+    const float at_first = limit.least_p;
+    for (int i = 0; i < 400; ++i) { // one of twenty
+        limit.judge(i % 20 == 0 ? 10000 : 0, 10000);
+    }
+    const float little = limit.least_p;
+    CHECK(little < at_first);
+    for (int i = 0; i < 400; ++i) { // one of five
+        limit.judge(i % 5 == 0 ? 10000 : 0, 10000);
+    }
+    CHECK(limit.least_p > at_first);
+    CHECK(limit.least_p <= 0.95f);
+    for (int i = 0; i < 400; ++i) {
+        limit.judge_demand(10000);
+    }
+    CHECK_EQ(limit.least_p, little);
 }

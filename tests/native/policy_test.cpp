@@ -273,6 +273,27 @@ TEST(lean_keeps_what_is_predicted_until_its_turn) {
     CHECK_EQ(victims(*p), (Order{1, 2, 0}));
 }
 
+// A guess may take the place of what is used more seldom than the guess is likely, however often that was used before.
+TEST(lean_weighs_a_guess_against_how_often_a_unit_is_used) {
+    auto p = make("lean", 64, 32);
+    for (int round = 0; round < 64; ++round) {
+        p->ranked(0, nullptr, 64);
+        for (uint32_t u = 0; u < 8; ++u) { // one of eight units in every round, another in every eighth
+            const uint32_t used = u == 0 ? 0 : 8 * u + uint32_t(round) % 8;
+            round < 8 && (u > 0 || round == 0) ? p->insert(used) : p->touch(used);
+        }
+    }
+    std::vector<float> soon(64, 0.0f);
+    soon[1] = 0.5f;   // not resident
+    soon[2] = 0.05f;
+    p->predicted(1, &soon[1], 7);
+    CHECK(p->worth_less(9, 1));  // used in one round of eight
+    CHECK(!p->worth_less(9, 2));
+    CHECK(!p->worth_less(0, 1)); // in every one
+    p->ranked(1, nullptr, 7);    // its turn has passed
+    CHECK(!p->worth_less(9, 1));
+}
+
 TEST(lean_is_not_swept_by_a_scan) {
     auto p = make("lean", 64, 8);
     for (int i = 0; i < 8; ++i) {

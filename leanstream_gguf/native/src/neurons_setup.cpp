@@ -30,8 +30,7 @@ NeuronStore::NeuronStore(const Index & index, std::vector<std::unique_ptr<Device
     form_layers();
     form_pools();
     deciders_.resize(layers_.size());
-    waste_.step = 0.001f; // a token uses hundreds of clusters
-    waste_.recent_limit = 64e6;
+    waste_ = WasteLimit(64e6); // clusters are small
     ahead_.resize(layers_.size());
     uint64_t largest = 0;
     for (const NeuronLayer & l : layers_) {

@@ -29,7 +29,7 @@ public:
     virtual void ranked(uint32_t /*first*/, const float * /*margin*/, uint32_t /*n*/) {}
     // The layer's turn comes soon. p: [n] how probable the use of each is then. Until its ranked().
     virtual void predicted(uint32_t /*first*/, const float * /*p*/, uint32_t /*n*/) {}
-    // Is `victim` worth less than `newcomer`, which is not resident? Policies without a ranking say yes.
+    // Is `victim` less likely to be used at its coming turn than `newcomer`, which is not resident? Policies without a ranking say yes.
     virtual bool worth_less(uint32_t /*victim*/, uint32_t /*newcomer*/) const { return true; }
 
     // The unit to give up: the first one in order of uselessness for which `allowed` holds; -1 = none.

@@ -47,6 +47,12 @@ protected:
     bool ordered(uint32_t u) const { return state_[u] == kResident; }
     bool cold(uint32_t u) const { return state_[u] & kCold; }
     float count(uint32_t u) const { return count_[u]; }
+    uint64_t n_uses() const { return n_uses_; }
+    // log2 of the uses of a unit with this count among n uses of any
+    float log_rate(float count, double n) const {
+        const double half_lives = double(n_uses_) * step_, all = (1.0 - std::exp2(-half_lives)) / (step_ * std::log(2.0)); // uses, aged
+        return count - float(now_) + float(std::log2(n / std::max(1.0, all)));
+    }
     void place(uint32_t u) {
         if (state_[u] & kHeld || !(state_[u] & kResident)) {
             return;
@@ -64,6 +70,7 @@ private:
     }
 
     void use(uint32_t u) {
+        n_uses_++;
         now_ += step_;
         const float now = float(now_), high = std::max(count_[u], now), low = std::min(count_[u], now);
         count_[u] = high + std::log2(1.0f + std::exp2(low - high));
@@ -88,16 +95,22 @@ private:
     std::vector<float>   count_; // [unit] resident or not
     std::vector<uint8_t> state_;
     double step_, now_ = 0.0;
+    uint64_t n_uses_ = 0;
 };
 
 class Lean final : public Lfu {
 public:
     Lean(const PolicyParams & params, double half_life, uint32_t n_units)
-        : Lfu(half_life, n_units), margin_(n_units, 0.0f), hint_(n_units, 0.0f), margin_weight_(float(params.margin_weight)),
+        : Lfu(half_life, n_units), margin_(n_units, 0.0f), hint_(n_units, 0.0f), predicted_(n_units, kNone), margin_weight_(float(params.margin_weight)),
           prediction_weight_(float(params.prediction_weight)) {}
 
     void ranked(uint32_t first, const float * margin, uint32_t n) override {
+        if (first == 0) { // all layers have had a turn
+            round_uses_ = std::max<uint64_t>(1, n_uses() - round_begin_);
+            round_begin_ = n_uses();
+        }
         for (uint32_t i = 0; i < n; ++i) {
+            predicted_[first + i] = kNone;
             margin_[first + i] = margin ? margin_weight_ * std::min(std::max(margin[i], kLowest), kHighest) : 0.0f;
             hint(first + i, margin_[first + i]);
         }
@@ -106,19 +119,24 @@ public:
     void predicted(uint32_t first, const float * p, uint32_t n) override {
         for (uint32_t i = 0; i < n; ++i) {
             const float odds = std::log2(std::max(p[i], 1e-3f) / std::max(1.0f - p[i], 1e-3f));
+            predicted_[first + i] = std::log2(std::max(p[i], 1e-3f));
             hint(first + i, margin_[first + i] + prediction_weight_ * std::max(odds, 0.0f));
         }
     }
 
-    bool worth_less(uint32_t victim, uint32_t newcomer) const override { 
-        return cold(victim) || ScoreOrder::step(key(victim)) < ScoreOrder::step(key(newcomer));
+    bool worth_less(uint32_t victim, uint32_t newcomer) const override {
+        return cold(victim) || ScoreOrder::step(coming_key(victim)) < ScoreOrder::step(coming_key(newcomer));
     }
     const char * name() const override { return "lean"; }
 
 private:
     static constexpr float kLowest = -6.0f, kHighest = 4.0f; // margins beyond say no more
+    static constexpr float kNone = 1.0f;
 
     float key(uint32_t u) const override { return count(u) + hint_[u]; }
+
+    // what is predicted of the coming turn, as the key of a unit that is used so often
+    float coming_key(uint32_t u) const { return predicted_[u] != kNone ? predicted_[u] - log_rate(0, double(round_uses_)) : key(u); }
 
     void hint(uint32_t u, float value) {
         if (hint_[u] != value) {
@@ -131,6 +149,8 @@ private:
 
     std::vector<float> margin_; // [unit] what its last turn told
     std::vector<float> hint_;   // [unit] what is known beyond its uses
+    std::vector<float> predicted_; // [unit] log2 of the probability of a use at its coming turn, or kNone
+    uint64_t round_begin_ = 0, round_uses_ = 1; // uses until every layer has had a turn
     float margin_weight_, prediction_weight_;
 };
 

@@ -6,22 +6,22 @@ namespace ls {
 
 namespace {
 
-constexpr float kLowestP = 0.35f, kHighestP = 0.95f;
-constexpr double kWasteAimed = 0.10;  // of the bytes read
+constexpr float kLowestP = 0.25f, kHighestP = 0.95f;
+constexpr double kNoMatter = 0.07, kTooMuch = 0.13; // of the bytes read: wasted shares for the lowest and the highest bound
 
 } // namespace
 
+// Begins in the middle, as if an eighth of the window had been read.
+WasteLimit::WasteLimit(double window_bytes) : window(window_bytes), wasted((kNoMatter + kTooMuch) / 2 * window / 8), read(window / 8) {
+    judge(0, 0);
+}
+
 void WasteLimit::judge(uint64_t wasted_bytes, uint64_t read_bytes) {
-    recent_wasted += double(wasted_bytes);
-    recent_read   += double(read_bytes);
-    if (recent_read > recent_limit) {
-        recent_wasted *= 0.5;
-        recent_read   *= 0.5;
-    }
-    if (recent_read > 0) {
-        const bool too_much = recent_wasted > kWasteAimed * recent_read;
-        least_p = std::min(kHighestP, std::max(kLowestP, least_p + (too_much ? step : -0.3f * step)));
-    }
+    const double keep = 1.0 - std::min(1.0, double(read_bytes) / window);
+    wasted = keep * wasted + double(wasted_bytes);
+    read   = keep * read + double(read_bytes);
+    const double excess = std::min(1.0, std::max(0.0, (wasted / read - kNoMatter) / (kTooMuch - kNoMatter)));
+    least_p = kLowestP + float(excess) * (kHighestP - kLowestP);
 }
 
 void AheadCounters::add_to(ls_stats & out) const {

@@ -19,15 +19,16 @@ struct AheadCounters {
     void add_to(ls_stats & out) const;
 };
 
-// Guesses below a bound of probability are not read: fewer, surer ones while too much of what is read is wasted, more while little is.
+// Guesses below a bound of probability are not read: the more of what is read is wasted, the surer they have to be.
 struct WasteLimit {
-    float  least_p = 0.6f;
-    float  step = 0.01f;           // of the bound, for a unit wasted or used
-    double recent_limit = 256e6;   // bytes; then they count half
-    double recent_wasted = 0, recent_read = 0;
+    explicit WasteLimit(double window_bytes = 512e6);
+
+    float  least_p;
+    double window;          // bytes read; what was before counts little
+    double wasted, read;    // bytes, of about the last window
 
     void judge(uint64_t wasted_bytes, uint64_t read_bytes);
-    void judge_demand(uint64_t read_bytes) { recent_read += double(read_bytes); }
+    void judge_demand(uint64_t read_bytes) { judge(0, read_bytes); }
 };
 
 // Which units of a cache were read ahead and have not been used yet. Until its turn has come such a unit is spared; then it is
