@@ -93,8 +93,8 @@ class StreamHandle:
 
         Args:
             depth: layers, 0 = off, at most 2; `auto` = what pays, found while running.
-            stages: 1 = a guess is never corrected until demand; 2 = corrected as its layer comes near; more = and within the FFN of the
-                layer before, up to stages - 2 times; `auto` = at every chance.
+            stages: 1 = a guess is never corrected until demand; 2 = corrected as its layer comes near; more = and up to
+                stages - 2 times within the FFN of the layer before; `auto` = at every chance.
 
         Raises:
             ArgumentError: out of range.
