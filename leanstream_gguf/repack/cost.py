@@ -1,8 +1,9 @@
 """Cluster sizes by predicted reading time: how a drive answers reads of each size, and which reads a layer's tokens cause.
 
 Pure but for `measure_drive`. The prediction replays bitmaps of real tokens: for each token the clusters that hold a firing neuron
-and are not cached are read, neighbouring ones in one read. Large clusters make fewer reads, but fill a cache with neurons that
-nobody asked for; so the time is the mean over caches of several sizes, which hold the clusters used most on other tokens.
+and are not cached are read, neighbouring ones in one read of the runtime's size, and copied. Large clusters make fewer reads, but
+fill a cache with neurons that nobody asked for; so the time is the mean over caches of several sizes, which hold the clusters used
+most on other tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ PROBE_SIZES = (4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576)
 PROBE_DEPTH = 16
 PROBE_ROUNDS = 4
 CLUSTER_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64, 96, 128)
+COPY_RATE = 4e9  # bytes a second of one core, from a read's buffer to where clusters lie in memory
+READ_BYTES = 64 << 10  # kReadBytes of neurons_setup.cpp
 HOT_SHARE = 0.5  # leading clusters that at least this share of the tokens touch are hot
 CACHE_SIZES = (2, 4, 8)  # over the bytes that fire for a token, as the runtime shares a cache out among layers
 AMPLIFICATION_LIMIT = 1.6  # where a neuron's record is a page or more, a read is worth it without neighbours
@@ -108,7 +111,7 @@ class ClusterCost:
 
     cluster_size: int
     stride: int
-    seconds: float  # mean over CACHE_SIZES
+    seconds: float  # of reading and copying, mean over CACHE_SIZES
     n_reads: float
     n_bytes: float
     amplification: float  # bytes read over bytes of firing neurons
@@ -134,29 +137,37 @@ def runs(clusters: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     return lengths
 
 
+def reads(lengths: npt.NDArray[np.int64], stride: int) -> npt.NDArray[np.int64]:
+    """Bytes of each read for stretches of so many clusters: the runtime's buffers hold READ_BYTES, or one cluster."""
+    most = max(1, READ_BYTES // stride)
+    whole, rest = lengths // most, lengths % most
+    return np.concatenate([np.full(int(whole.sum()), most, np.int64), rest[rest > 0]]) * stride
+
+
 def cluster_cost(fires: npt.NDArray[np.bool_], cluster_size: int, record_bytes: int, drive: Drive) -> ClusterCost:
     """Replay tokens over clusters of this size."""
     stride = f.ceil_to(cluster_size * record_bytes, drive.alignment)
     clusters = touched(fires, cluster_size)
     lengths = runs(clusters)
     n_tokens, n_fired = len(fires), max(1, int(np.count_nonzero(fires)))
-    read = lengths * stride
     half = n_tokens // 2
     by_use = np.argsort(-clusters[:half].sum(axis=0), kind="stable")
     seconds = []
+    at_once = reads(lengths, stride)
     for size in CACHE_SIZES:
         missing = clusters[half:].copy()
         missing[:, by_use[: int(size * n_fired / (n_tokens * cluster_size))]] = False
-        seconds.append(float(drive.seconds(runs(missing) * stride).sum()) / max(1, n_tokens - half))
+        sizes = reads(runs(missing), stride)
+        seconds.append(float(drive.seconds(sizes).sum() + sizes.sum() / COPY_RATE) / max(1, n_tokens - half))
     cold: Any = np.nonzero(clusters.mean(axis=0) < HOT_SHARE)[0]
     n_hot = int(cold[0]) if len(cold) else clusters.shape[1]
     return ClusterCost(
         cluster_size=cluster_size,
         stride=stride,
         seconds=float(np.mean(seconds)),
-        n_reads=len(lengths) / n_tokens,
-        n_bytes=float(read.sum()) / n_tokens,
-        amplification=float(read.sum()) / (n_fired * record_bytes),
+        n_reads=len(at_once) / n_tokens,
+        n_bytes=float(at_once.sum()) / n_tokens,
+        amplification=float(at_once.sum()) / (n_fired * record_bytes),
         n_hot=n_hot,
     )
 
