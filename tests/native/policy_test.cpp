@@ -277,6 +277,7 @@ TEST(lean_keeps_what_is_predicted_until_its_turn) {
 TEST(lean_weighs_a_guess_against_how_often_a_unit_is_used) {
     auto p = make("lean", 64, 32);
     for (int round = 0; round < 64; ++round) {
+        p->next_round();
         p->ranked(0, nullptr, 64);
         for (uint32_t u = 0; u < 8; ++u) { // one of eight units in every round, another in every eighth
             const uint32_t used = u == 0 ? 0 : 8 * u + uint32_t(round) % 8;

@@ -43,6 +43,7 @@ public:
     bool admit_ahead(uint32_t unit, std::vector<uint32_t> & evicted);
     // not to be given up as long as others can be
     void spare(uint32_t unit, bool value) { spared_[unit] = value; }
+    void next_round() { policy_->next_round(); }
     void ranked(uint32_t first, const float * margin, uint32_t n) { policy_->ranked(first, margin, n); }
     void predicted(uint32_t first, const float * p, uint32_t n) { policy_->predicted(first, p, n); }
     void touch(uint32_t unit) { policy_->touch(unit); }

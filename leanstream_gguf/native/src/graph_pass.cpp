@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <unordered_map>
 #include <vector>
 
 namespace ls {
@@ -31,6 +32,9 @@ public:
     uint32_t run() {
         find_uses();
         neurons_ = find_neurons(graph_, engine_.weights, *engine_.neurons);
+        for (const NeuronMatch & m : neurons_) {
+            deciding_.emplace(plain_deciding_product(m), m.layer);
+        }
         if (!engine_.device()) { // routers and deciding projections are not in host memory then
             neuron_points_ = find_neuron_guess_points(engine_, neurons_, graph_);
             guess_points_  = find_guess_points(engine_, buffer_type_, graph_);
@@ -183,7 +187,26 @@ private:
             rewrite_product(node, *w);
         } else if (ggml_tensor * twin = w && engine_.repacked && node->op == GGML_OP_MUL_MAT ? engine_.repacked->twin(*w) : nullptr) {
             multiply_repacked(node, twin);
+        } else if (node->op == GGML_OP_MUL_MAT && decides_for(node) >= 0) {
+            decide_by_rows(node);
         }
+    }
+
+    // Layer of neurons for which this product decides, row by row, so that reads of what fires can begin before it is complete; or -1.
+    int32_t decides_for(const ggml_tensor * node) const {
+        const auto found = engine_.device() || node->ne[1] != 1 || node->ne[2] != 1 ? deciding_.end() : deciding_.find(node);
+        return found == deciding_.end() ? -1 : found->second;
+    }
+
+    void decide_by_rows(ggml_tensor * node) {
+        OpParams p = {};
+        p.session = &session_;
+        p.index   = decides_for(node);
+        p.run     = int8_t(p.index % int32_t(Session::kNeuronRuns));
+        p.part    = int16_t(n_chunked_++ % 2);
+        node->src[2] = quantized(node->src[1], ggml_get_type_traits_cpu(node->src[0]->type)->vec_dot_type);
+        set_op_params(node, p, op_decide_rows);
+        node->op = GGML_OP_CUSTOM;
     }
 
     // True: the node is left out.
@@ -335,7 +358,9 @@ private:
         }
         OpParams p = {};
         p.session = &session_;
-        p.part    = int16_t(n_repacked_++ % 2);
+        p.index   = decides_for(node);
+        p.run     = p.index < 0 ? int8_t(0) : int8_t(p.index % int32_t(Session::kNeuronRuns));
+        p.part    = int16_t(n_chunked_++ % 2);
         node->src[2] = quantized(input, GGML_TYPE_Q8_0);
         set_op_params(node, p, op_repacked_product);
         node->op = GGML_OP_CUSTOM;
@@ -442,10 +467,11 @@ private:
 
     std::vector<ggml_tensor *> out_;
     std::vector<NeuronMatch> neurons_;
+    std::unordered_map<const ggml_tensor *, int32_t> deciding_; // product to layer of neurons
     std::vector<std::vector<int>> uses_; // [group] node indices, ascending
     std::vector<bool> held_;     // [group] acquired and not released at this point
     uint32_t held_at_once_ = 0;
-    uint32_t n_repacked_ = 0;    // products with a kernel of ours
+    uint32_t n_chunked_ = 0;     // products whose rows go to whichever thread is free
     std::vector<Routing> routings_;
     struct Quantized { ggml_tensor * input; ggml_type type; ggml_tensor * node; };
     std::vector<Quantized> quantized_;

@@ -178,6 +178,17 @@ void FiringModel::learn(const float * score, const std::vector<uint8_t> & fired)
     scale_ = std::max(0.1f, scale_ + (size_ > 0 ? kScaleRate * slope / (weight * size_) : 0.0f));
 }
 
+const ggml_tensor * plain_deciding_product(const NeuronMatch & m) {
+    Decider d;
+    const ggml_tensor * product = m.deciding ? nullptr : product_of(m.a, d);
+    const ggml_type type = product ? product->src[0]->type : GGML_TYPE_F32;
+    const ggml_type input = ggml_get_type_traits_cpu(type)->vec_dot_type;
+    const bool plain = product && d.zeros && !d.bias && product->type == GGML_TYPE_F32 && product->src[1]->type == GGML_TYPE_F32 &&
+        ggml_is_contiguous(product) && ggml_is_contiguous(product->src[1]) && ggml_get_type_traits_cpu(type)->vec_dot &&
+        (input == GGML_TYPE_F32 || ggml_get_type_traits_cpu(input)->from_float);
+    return plain ? product : nullptr;
+}
+
 NeuronGuessPoints find_neuron_guess_points(Engine & engine, const std::vector<NeuronMatch> & matches, const ggml_cgraph * graph) {
     NeuronGuessPoints points;
     std::unordered_map<std::string, const ggml_tensor *> by_name;

@@ -57,6 +57,9 @@ private:
 // [residual] layers of the store and leads
 using NeuronGuessPoints = std::unordered_map<const ggml_tensor *, std::vector<std::pair<int32_t, uint8_t>>>;
 
+// Layout exact: the product of which every value above zero, and no other, makes a neuron fire; nullptr: another form.
+const ggml_tensor * plain_deciding_product(const NeuronMatch & m);
+
 // Points at each layer's input, and before the feed-forward networks one and two layers before; for single tokens. Tells the store
 // how each layer decides.
 NeuronGuessPoints find_neuron_guess_points(Engine & engine, const std::vector<NeuronMatch> & matches, const ggml_cgraph * graph);

@@ -1,6 +1,7 @@
 #include "neuron_ops.h"
 
 #include "engine.h"
+#include "expert_rows.h"
 #include "ops.h"
 #include "sketch_row.h"
 
@@ -113,6 +114,8 @@ void start_run(const Neurons & n) {
 bool is_candidate(const NeuronLayer & layer, float score) {
     return !(score <= -layer.shape->sketch_margin); // NaN is one
 }
+
+constexpr uint32_t kSketchStage = 512; // neurons between two looks at what will be needed
 
 constexpr float kNever = -1e30f; // what decides for a neuron that is no candidate: 0 after any activation
 
@@ -275,8 +278,28 @@ void op_select_neurons(ggml_tensor * dst, int ith, int nth, void *) {
     if (op_params(dst).part) {
         count_on_device(n, n_there);
     }
-    if (!n.run.groups.empty()) {
+    if (n.run.groups.empty()) {
+        n.store.forget_expected(n.run);
+    } else {
         n.store.begin(n.run, nth, n.layer.shape->deciding.present() ? nullptr : &n.session, a->ne[1]);
+    }
+}
+
+void op_decide_rows(ggml_tensor * dst, int ith, int nth, void *) {
+    const OpParams p = op_params(dst);
+    const ggml_tensor & w = *dst->src[0];
+    const char * x = input_row(dst->src[1], dst->src[2], w.type, 0);
+    float * out = (float *) dst->data;
+    share_chunks(p, uint32_t(w.ne[1]), w.nb[1], ith, nth, [&](uint32_t first, uint32_t last) {
+        dot_rows(w, (const uint8_t *) w.data, x, out, first, last);
+        expect_firing(p, out, first, last);
+    });
+}
+
+void expect_firing(const OpParams & p, const float * decided, uint32_t first, uint32_t last) {
+    const Neurons n = neurons_of(p);
+    if (!n.session.failed.load(std::memory_order_relaxed) && n.session.fidelity->thresholds[size_t(p.index)] <= 0) {
+        n.store.expect(n.run, n.layer, decided, first, last, 0.0f);
     }
 }
 
@@ -290,8 +313,15 @@ void op_sketch_neurons(ggml_tensor * dst, int ith, int nth, void *) {
     SketchRow in(s.n_embd);
     for (int64_t t = 0; t < x->ne[1]; ++t) {
         in.set(row_of(x, t), s.n_embd);
-        for (uint32_t i = first; i < last; ++i) {
-            row_of(dst, t)[i] = sketch(in.input, n.layer.sketch + i * row_bytes);
+        float * scores = row_of(dst, t);
+        for (uint32_t begin = first; begin < last; begin += kSketchStage) {
+            const uint32_t end = std::min(last, begin + kSketchStage);
+            for (uint32_t i = begin; i < end; ++i) {
+                scores[i] = sketch(in.input, n.layer.sketch + i * row_bytes);
+            }
+            if (x->ne[1] == 1 && !n.session.failed.load(std::memory_order_relaxed)) {
+                n.store.expect(n.run, n.layer, scores, begin, end, -s.sketch_margin);
+            }
         }
     }
 }
@@ -311,7 +341,9 @@ void op_select_candidates(ggml_tensor * dst, int ith, int nth, void *) {
             bits[i / 64] |= uint64_t(is_candidate(n.layer, row_of(scores, t)[i])) << i % 64;
         }
     });
-    if (!n.run.groups.empty()) {
+    if (n.run.groups.empty()) {
+        n.store.forget_expected(n.run);
+    } else {
         n.store.begin(n.run, nth, &n.session, scores->ne[1]);
     }
 }

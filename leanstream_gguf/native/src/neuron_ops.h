@@ -5,6 +5,11 @@
 
 namespace ls {
 
+// Layout exact, in place of the deciding product of one token, where what is not above zero cannot fire: src0 weights [n_embd, n_ff],
+// src1 x [n_embd, 1], src2 x in the type that rows multiply with, or none; dst: float32 [n_ff, 1]. As ggml's MUL_MAT; reads of what
+// fires begin meanwhile. op_params.part as in op_repacked_product.
+void op_decide_rows(ggml_tensor * dst, int ith, int nth, void * userdata);
+
 // Layout faithful, three nodes in place of the deciding product:
 // src0 x [n_embd, n_tokens]; dst: float32 [n_ff, n_tokens], what the sketch says of the deciding projection.
 void op_sketch_neurons(ggml_tensor * dst, int ith, int nth, void * userdata);

@@ -48,6 +48,7 @@ struct NeuronRun {
     std::vector<uint32_t> pinned;             // units
 
     bool active = false;                      // guarded by the store's lock
+    std::vector<uint32_t> early;              // units pinned while the layer was deciding; likewise
     int32_t id = -1;                          // bit in the store's wait masks while active
     std::atomic<int32_t>  n_pending{0};       // clusters of the wave that are not there yet
     std::atomic<uint32_t> wave{0};            // number of the wave at hand, from 1

@@ -31,12 +31,16 @@ bool NeuronStore::pin_locked(NeuronRun & run, const NeuronLayer & layer, uint32_
     }
     Pool & pool = pools_[layer.pool];
     const uint32_t local = unit - pool.first_unit;
+    const bool counted = early_[unit];
     if (pool.cache->resident(local)) {
-        pool.cache->touch(local);
+        if (!counted) {
+            pool.cache->touch(local);
+        }
     } else if (!admit_locked(unit, false)) {
         return false;
     }
     pool.cache->pin(local);
+    early_[unit] = 0;
     stamp_[unit] = stamp_now_;
     run.pinned.push_back(unit);
     if (pool.ahead->holds(local)) {
@@ -47,10 +51,10 @@ bool NeuronStore::pin_locked(NeuronRun & run, const NeuronLayer & layer, uint32_
         }
     }
     if (state_[unit] == kReady) {
-        counters_.hits++;
+        counters_.hits += !counted;
         return true;
     }
-    counters_.misses++;
+    counters_.misses += !counted;
     waiting_[unit] |= uint8_t(1u << run.id);
     run.n_pending.fetch_add(1, std::memory_order_relaxed);
     if (state_[unit] == kAbsent) {
@@ -142,6 +146,7 @@ void NeuronStore::begin(NeuronRun & run, int n_threads, const Session * session,
             begin_turn_locked(*session, run, n_tokens);
         }
         if (all_ready_.load(std::memory_order_relaxed)) {
+            release_early_locked(run);
             counters_.hits += run.positions.size();
         } else {
             changed_.wait(lock, [&] { return run.active || std::count(runs_.begin(), runs_.end(), nullptr) > 0; });
@@ -169,10 +174,15 @@ void NeuronStore::begin_wave(NeuronRun & run, int n_threads) {
             unpin_locked(run);
             run.n_pending.store(0);
             run.wave_end = run.wave_begin;
+            if (!run.early.empty()) {
+                release_early_locked(run); // that may be the room it takes
+                continue;
+            }
             n_blocked_++;
             changed_.wait(lock);
             n_blocked_--;
         }
+        release_early_locked(run);
         start_reads_locked(missing, Priority::demand);
         counters_.n_waves += run.wave_end < run.groups.size();
         if (run.wave_end == run.groups.size()) {
@@ -253,6 +263,7 @@ void NeuronStore::next_wave(NeuronRun & run, int n_threads) {
 
 void NeuronStore::release(NeuronRun & run) {
     Lock lock(mutex_);
+    release_early_locked(run);
     if (run.active) {
         unpin_locked(run);
         runs_[size_t(run.id)] = nullptr;

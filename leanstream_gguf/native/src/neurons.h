@@ -67,6 +67,12 @@ public:
     // fill what is free with the hottest clusters; waits for the reads; throws
     void fill();
 
+    // ---- while a layer decides for one token, any thread (neurons_early.cpp): values first .. last of its n_ff are there, and those
+    // above `bound` will be needed. Reads of their clusters begin; begin() follows.
+    void expect(NeuronRun & run, const NeuronLayer & layer, const float * values, uint32_t first, uint32_t last, float bound);
+    // begin() does not follow: nothing was needed after all
+    void forget_expected(NeuronRun & run);
+
     // ---- runs; entries are set. One thread: take the first wave. session: if the layer has just decided, for how many tokens;
     // nullptr: the candidates of layout faithful are being used, and the layer had its turn with them
     void begin(NeuronRun & run, int n_threads, const Session * session, int64_t n_tokens);
@@ -93,6 +99,7 @@ public:
     // once for each layer, while graphs are built
     void note_decider(uint32_t layer, const Decider & decider);
     const Decider & decider(uint32_t layer) const { return deciders_[layer]; }
+    void next_round(); // a token begins
     // is there anything that reading ahead could help? lock-free
     bool wants_guesses() const { return !empty() && !all_ready_.load(std::memory_order_relaxed); }
     // score: [n_ff] of the layer, from one token's residual
@@ -146,6 +153,8 @@ private:
     bool pin_locked(NeuronRun & run, const NeuronLayer & layer, uint32_t unit, std::vector<uint32_t> & missing);
     bool admit_locked(uint32_t unit, bool cold);
     void unpin_locked(NeuronRun & run);
+    bool expect_locked(NeuronRun & run, Pool & pool, uint32_t unit, std::vector<uint32_t> & missing);
+    void release_early_locked(NeuronRun & run);
     void start_reads_locked(std::vector<uint32_t> & missing, Priority priority);
     void queue_locked(Read read);
     void start_next_locked();
@@ -190,6 +199,7 @@ private:
     std::vector<uint8_t>  verified_;         // by unit: its checksum was right
     std::vector<uint8_t>  waiting_;          // by unit: runs that wait for it
     std::vector<uint32_t> stamp_;            // by unit: the last wave that pinned it
+    std::vector<uint8_t>  early_;            // by unit: its read began while its layer was deciding; counted as a miss
     uint32_t              stamp_now_ = 0;
     std::vector<uint32_t> hot_;              // units pinned because they are hot
     std::vector<NeuronRun *> runs_;          // [id]

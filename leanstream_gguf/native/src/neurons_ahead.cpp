@@ -59,7 +59,7 @@ void NeuronStore::forget_guesses(const Session & session) {
     }
 }
 
-// The layer has decided, and the run has its neurons; nothing is pinned or read for them yet.
+// The layer has decided, and the run has its neurons; nothing but what was expected is pinned or read for them yet.
 void NeuronStore::begin_turn_locked(const Session & session, const NeuronRun & run, int64_t n_tokens) {
     const NeuronGuess * guesses = ahead_[run.layer->index].guesses;
     if (trace_) {
@@ -309,7 +309,7 @@ void NeuronStore::trace_need_locked(const NeuronRun & run, int64_t n_tokens) {
     for (uint32_t c : used) {
         const uint32_t unit = l.first_unit + c;
         const bool ahead = pools_[l.pool].ahead->holds(unit - pools_[l.pool].first_unit);
-        arrival.push_back(state_[unit] == kReady ? (ahead ? Arrival::ahead : Arrival::hit) : ahead ? Arrival::late : Arrival::missed);
+        arrival.push_back(early_[unit] ? Arrival::missed : state_[unit] == kReady ? (ahead ? Arrival::ahead : Arrival::hit) : ahead ? Arrival::late : Arrival::missed);
     }
     const bool pass = n_tokens > 1 && used.size() > l.shape->n_clusters / 2;
     trace_->need(trace_first_layer_ + l.index, pass, used, arrival, nullptr);

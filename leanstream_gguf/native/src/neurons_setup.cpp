@@ -241,6 +241,7 @@ void NeuronStore::load() {
     verified_.assign(n_units, 0);
     waiting_.assign(n_units, 0);
     stamp_.assign(n_units, 0);
+    early_.assign(n_units, 0);
     runs_.assign(kMaxRuns, nullptr);
     buffers_ = AddressSpace(kBuffers * buffer_bytes_);
     buffers_.commit(buffers_.base(), buffers_.size());

@@ -7,6 +7,7 @@
 #include "ggml.h"
 #include "ggml-impl.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -53,7 +54,8 @@ void op_quantize(ggml_tensor * dst, int ith, int nth, void * userdata);
 // dst: float32 [m, n_used, n_tokens]. As ggml's MUL_MAT_ID, expert by expert as they arrive; rows that are not in the run become zeros.
 void op_mul_mat_id(ggml_tensor * dst, int ith, int nth, void * userdata);
 // src0 [n, m], repacked in memory, src1 float32 [n, n_tokens], src2 the same in q8_0; dst: float32 [m, n_tokens]. As ggml's MUL_MAT.
-// op_params.part holds which of the session's chunk counters it uses: the other one than the node of this kind before it.
+// op_params.part holds which of the session's chunk counters it uses: the other one than the node of this kind (or op_decide_rows)
+// before it; index: the layer of neurons for which it decides, or -1.
 void op_repacked_product(ggml_tensor * dst, int ith, int nth, void * userdata);
 // src0 [n, n_rows], src1 ids: int32; dst float32 [n, n_ids]. As ggml's GET_ROWS, rows read from the file.
 void op_get_rows(ggml_tensor * dst, int ith, int nth, void * userdata);
@@ -66,6 +68,24 @@ void op_device_select(ggml_tensor * dst, int ith, int nth, void * userdata);
 void op_device_stage(ggml_tensor * dst, int ith, int nth, void * userdata);
 // a dense block's matrices into its stage. op_params.index holds the streamed block.
 void op_device_acquire(ggml_tensor * dst, int ith, int nth, void * userdata);
+
+// What a thread takes at a time of a matrix's rows, whoever is free: calls fn(first, last). unit_rows: chunks are multiples of it.
+template <typename Fn>
+void share_chunks(const OpParams & p, uint32_t n_rows, size_t row_bytes, int ith, int nth, Fn && fn, uint32_t unit_rows = 1) {
+    constexpr size_t kChunkBytes = 128 * 1024; // of weights
+    if (ith == 0) { // the counter of the next such node is set to zero meanwhile
+        p.session->next_chunk[!p.part].store(0, std::memory_order_relaxed);
+    }
+    std::atomic<uint32_t> & next = p.session->next_chunk[p.part];
+    const uint32_t n_units = n_rows / unit_rows;
+    const uint32_t size = std::max(1u, std::min(uint32_t(kChunkBytes / (unit_rows * row_bytes)), n_units / uint32_t(4 * nth)));
+    for (uint32_t u = next.fetch_add(size); u < n_units; u = next.fetch_add(size)) {
+        fn(u * unit_rows, std::min(n_units, u + size) * unit_rows);
+    }
+}
+
+// A layer decides for one token: rows first .. last of its [n_ff] are there (neuron_ops.cpp).
+void expect_firing(const OpParams & p, const float * decided, uint32_t first, uint32_t last);
 
 // bytes of one thread's workspace that the tiled K-quant kernel needs for this MUL_MAT_ID node; 0 if it is not used
 size_t tiled_bytes_per_thread(ggml_tensor * mul_mat_id);

@@ -24,6 +24,8 @@ public:
     virtual void hold(uint32_t /*unit*/) {}
     virtual void release(uint32_t /*unit*/) {}
 
+    // A token begins: every layer has a turn until the next one.
+    virtual void next_round() {}
     // A layer's units first .. first + n - 1 were just chosen from. margin: [n] score of each less the score at the border between
     // chosen and not chosen, resident or not; how near a unit came tells of its next turn; nullptr: unknown. Before the uses of that turn are told.
     virtual void ranked(uint32_t /*first*/, const float * /*margin*/, uint32_t /*n*/) {}

@@ -104,11 +104,12 @@ public:
         : Lfu(half_life, n_units), margin_(n_units, 0.0f), hint_(n_units, 0.0f), predicted_(n_units, kNone), margin_weight_(float(params.margin_weight)),
           prediction_weight_(float(params.prediction_weight)) {}
 
+    void next_round() override {
+        round_uses_ = std::max<uint64_t>(1, n_uses() - round_begin_);
+        round_begin_ = n_uses();
+    }
+
     void ranked(uint32_t first, const float * margin, uint32_t n) override {
-        if (first == 0) { // all layers have had a turn
-            round_uses_ = std::max<uint64_t>(1, n_uses() - round_begin_);
-            round_begin_ = n_uses();
-        }
         for (uint32_t i = 0; i < n; ++i) {
             predicted_[first + i] = kNone;
             margin_[first + i] = margin ? margin_weight_ * std::min(std::max(margin[i], kLowest), kHighest) : 0.0f;
@@ -150,7 +151,7 @@ private:
     std::vector<float> margin_; // [unit] what its last turn told
     std::vector<float> hint_;   // [unit] what is known beyond its uses
     std::vector<float> predicted_; // [unit] log2 of the probability of a use at its coming turn, or kNone
-    uint64_t round_begin_ = 0, round_uses_ = 1; // uses until every layer has had a turn
+    uint64_t round_begin_ = 0, round_uses_ = 1; // uses in a round
     float margin_weight_, prediction_weight_;
 };
 

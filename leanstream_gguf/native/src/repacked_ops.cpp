@@ -13,8 +13,6 @@ namespace ls {
 
 namespace {
 
-constexpr uint32_t kChunkBytes = 128 * 1024; // of weights that a thread takes at a time
-
 // What every row needs of the tokens' inputs.
 struct Inputs {
     std::vector<float>   scale;
@@ -48,27 +46,24 @@ struct Inputs {
 void op_repacked_product(ggml_tensor * dst, int ith, int nth, void *) {
     const OpParams p = op_params(dst);
     const ggml_tensor * w = dst->src[0];
-    const uint32_t n_groups = uint32_t(w->ne[1]) / kRepackedRows;
     const uint32_t n_blocks = uint32_t(w->ne[0]) / 32;
     const size_t group_bytes = n_blocks * kRepackedBlockBytes;
     const RepackedFn product = p.session->engine->repacked->kernel(*w);
     thread_local Inputs in;
     in.set(dst->src[2], n_blocks, uint32_t(dst->ne[1]));
 
-    // chunks go to whoever is free; the counter of the next such node is set to zero meanwhile
-    if (ith == 0) {
-        p.session->next_chunk[!p.part].store(0, std::memory_order_relaxed);
-    }
-    std::atomic<uint32_t> & next = p.session->next_chunk[p.part];
-    const uint32_t size = std::max(1u, std::min(uint32_t(kChunkBytes / group_bytes), n_groups / uint32_t(4 * nth)));
-    for (uint32_t first = next.fetch_add(size); first < n_groups; first = next.fetch_add(size)) {
-        for (uint32_t g = first; g < std::min(n_groups, first + size); ++g) {
+    const auto multiply = [&](uint32_t first, uint32_t last) {
+        for (uint32_t r = first; r < last; r += kRepackedRows) {
             for (size_t t = 0; t < in.tokens.size(); ++t) {
                 float * row = (float *) ((char *) dst->data + t * dst->nb[1]);
-                product(in.tokens[t], (const uint8_t *) w->data + g * group_bytes, row + g * kRepackedRows);
+                product(in.tokens[t], (const uint8_t *) w->data + r / kRepackedRows * group_bytes, row + r);
             }
         }
-    }
+        if (p.index >= 0) {
+            expect_firing(p, (const float *) dst->data, first, last);
+        }
+    };
+    share_chunks(p, uint32_t(w->ne[1]), group_bytes / kRepackedRows, ith, nth, multiply, kRepackedRows);
 }
 
 } // namespace ls

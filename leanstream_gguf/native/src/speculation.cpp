@@ -148,6 +148,10 @@ void Engine::begin_speculation_locked(Session & session, const ggml_cgraph * gra
     session.lead = 0;
     session.measured = false;
     const bool single = session.n_tokens == 1;
+    if (single) {
+        cache_->next_round();
+        neurons->next_round();
+    }
     if (spec_.trace) {
         spec_.trace->tokens(uint32_t(session.n_tokens));
     }
