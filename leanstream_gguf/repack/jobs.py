@@ -5,42 +5,36 @@ be done again after a crash, and the file is the same in the end.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from .._lib import check, native
 from . import device, sketch
 from . import format as f
 from .blocks import Bytes
+from .checksums import crc32c_rows
 from .columns import gather_columns, planes_of
+from .direct import Room, allocate
 from .gguf_file import TensorInfo
 from .layout import ExpertLayer, Layout, NeuronLayer
 from .requantize import DownRows
 from .storage import WHOLE_BYTES, Output, Source
 
-PIECE_BYTES = 32 << 20  # of a copy, and of experts in hand at once
+PIECE_BYTES = 16 << 20  # of a copy, and of experts in hand at once
 STRIP_BUDGET = 64 << 20
-
-
-def crc32c_rows(data: Bytes) -> Any:
-    """CRC-32C of each row of [n, bytes], int32 [n]."""
-    ffi, lib = native()
-    data = np.ascontiguousarray(data)
-    out = np.empty(len(data), np.uint32)
-    check(lib.ls_crc32c_rows(ffi.from_buffer(data), len(data), data.shape[1], ffi.cast("uint32_t *", out.ctypes.data)))
-    return out.view(np.int32)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What jobs read and write."""
+    """What jobs read and write, and memory to do it in: one job at a time has a target."""
 
     layout: Layout
     source: Source
     output: Output
     down_rows: DownRows
+    reading: Room = field(default_factory=Room)
+    writing: Room = field(default_factory=Room)
 
     def put(self, name: str, data: Any, at: int = 0) -> None:
         """Write bytes of a tensor of ours, from `at` on."""
@@ -63,8 +57,11 @@ class Copy:
     n_bytes: int
 
     def run(self, target: Target) -> None:
-        target.put(self.tensor.name, target.source.read(self.tensor, self.start, self.n_bytes), self.start)
-        target.source.drop_cached(self.tensor.shard, self.tensor.offset + self.start, self.n_bytes)
+        piece = target.writing.take(self.n_bytes)
+        where = self.tensor.offset + self.start
+        target.source.read_rows(self.tensor.shard, where, piece.reshape(1, -1), target.reading)
+        target.put(self.tensor.name, piece, self.start)
+        target.source.drop_cached(self.tensor.shard, where, self.n_bytes)
 
 
 @dataclass(frozen=True)
@@ -80,12 +77,16 @@ class Experts:
         return self.n * self.layer.stride
 
     def run(self, target: Target) -> None:
-        records = np.zeros((self.n, self.layer.stride), np.uint8)
+        records = target.writing.take(self.n_bytes).reshape(self.n, self.layer.stride)
+        end = 0
         for part, at in zip(self.layer.parts, self.layer.offsets(), strict=True):
             size = self.layer.slice_bytes(part)
-            slices = target.source.read(part, self.first * size, self.n * size)
-            records[:, at : at + size] = slices.reshape(self.n, size)
-            target.source.drop_cached(part.shard, part.offset + self.first * size, self.n * size)
+            where = part.offset + self.first * size
+            records[:, end:at] = 0
+            end = at + size
+            target.source.read_rows(part.shard, where, records[:, at:end], target.reading)
+            target.source.drop_cached(part.shard, where, self.n * size)
+        records[:, end:] = 0
         target.put(f.name_experts(self.layer.block), records, self.first * self.layer.stride)
         target.put(f.name_expert_checksums(self.layer.block), crc32c_rows(records), 4 * self.first)
 
@@ -132,7 +133,7 @@ class Neurons:
         layer = self.layer
         size, record = layer.cluster_size, layer.record_bytes
         n_clusters = -(-len(chosen) // size)
-        clusters = np.zeros((n_clusters, layer.stride), np.uint8)
+        clusters = allocate(n_clusters * layer.stride).reshape(n_clusters, layer.stride)
         records = np.zeros((n_clusters * size, record), np.uint8)
         row_offsets, column_offset = layer.part_offsets()
         for part, at in zip(layer.row_parts, row_offsets, strict=True):

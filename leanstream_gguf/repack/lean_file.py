@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 import os
 import struct
@@ -15,9 +16,11 @@ import numpy as np
 from ..errors import FormatError
 from . import format as f
 from .blocks import Bytes
+from .checksums import crc32c_rows, joined
 from .columns import ColumnLayout, plane_views, scatter_columns, strip_rows
+from .direct import Room
 from .gguf_file import Model, TensorInfo, _Cursor, _table_row, encode_key, encode_table_row, read_model
-from .jobs import PIECE_BYTES, STRIP_BUDGET, crc32c_rows
+from .jobs import PIECE_BYTES, STRIP_BUDGET
 from .layout import Virtual
 from .storage import WHOLE_BYTES, Source
 
@@ -190,9 +193,12 @@ class Restorer:
 
     def __init__(self, lean: LeanFile, source: Source) -> None:
         self.lean, self.source = lean, source
+        self._room = Room()
+        self._rooms = itertools.cycle([Room() for _ in range(3)])
+        self._sums: dict[str, dict[int, tuple[Any, int]]] = {}  # by bundle and offset: checksums of the slices read so far
 
     def tensor(self, name: str) -> Iterator[Bytes]:
-        """The tensor's bytes in order, in pieces.
+        """The tensor's bytes in order, in pieces. A piece is valid until two more were asked for.
 
         Raises:
             FormatError: a checksum is wrong.
@@ -214,15 +220,28 @@ class Restorer:
 
     def _plain(self, info: TensorInfo) -> Iterator[Bytes]:
         for start in range(0, info.n_bytes, PIECE_BYTES):
-            yield self.source.read(info, start, min(PIECE_BYTES, info.n_bytes - start))
+            yield self.source.read(info, start, min(PIECE_BYTES, info.n_bytes - start), next(self._rooms))
 
     def _experts(self, item: Virtual) -> Iterator[Bytes]:
+        """Slices, read without the rest of their records; with the last of a record's tensors its checksum is compared."""
         bundle = self.lean.tensor(item.bundle)
+        starts = sorted({other.offset for other in self.lean.virtual.values() if other.bundle == item.bundle})
+        number = starts.index(item.offset)
+        low, end = (item.offset if number else 0), [*starts, bundle.ne[0]][number + 1]
         size = f.TYPES[item.type_id].row_bytes(item.ne[0]) * item.ne[1]
-        step = max(1, PIECE_BYTES // bundle.ne[0])
+        sums, step = [], max(1, PIECE_BYTES // (end - low))
         for first in range(0, bundle.ne[1], step):
-            records = self.records(bundle, first, min(step, bundle.ne[1] - first))
-            yield np.ascontiguousarray(records[:, item.offset : item.offset + size]).reshape(-1)
+            n = min(step, bundle.ne[1] - first)
+            slices = next(self._rooms).take(n * (end - low)).reshape(n, -1)
+            for i in range(n):
+                slices[i] = self.source.read(bundle, (first + i) * bundle.ne[0] + low, end - low, self._room)
+            sums.append(crc32c_rows(slices))
+            yield np.ascontiguousarray(slices[:, item.offset - low :][:, :size]).reshape(-1)
+        found = self._sums.setdefault(item.bundle, {})
+        found[item.offset] = np.concatenate(sums), end - low
+        if len(found) == len(starts):
+            self._compare(bundle, 0, joined([found[start] for start in starts]))
+            del self._sums[item.bundle]
 
     def records(self, bundle: TensorInfo, first: int, n: int) -> Bytes:
         """Whole records or clusters [n, stride], their checksums compared.
@@ -231,14 +250,17 @@ class Restorer:
             FormatError: one is corrupt.
         """
         rows = self.source.rows(bundle, first, n)
+        self._compare(bundle, first, crc32c_rows(rows))
+        return rows
+
+    def _compare(self, bundle: TensorInfo, first: int, sums: Any) -> None:
         checksums = self.lean.tensor(_checksums_of(bundle.name))
-        expected = self.source.read(checksums, 4 * first, 4 * n).view("<i4")
-        wrong = np.nonzero(crc32c_rows(rows) != expected)[0]
+        expected = self.source.read(checksums, 4 * first, 4 * len(sums)).view("<i4")
+        wrong = np.nonzero(sums != expected)[0]
         if len(wrong):
             at = bundle.offset + (first + int(wrong[0])) * bundle.ne[0]
             message = f"{self.lean.path}: record {first + int(wrong[0])} of {bundle.name} is corrupt (its checksum is wrong)"
             raise FormatError(message, path=self.lean.path, offset=at, remedy="repack the source again; check the drive")
-        return rows
 
     def _perm(self, place: NeuronPlace) -> Any:
         perm = self.source.read(self.lean.tensor(f.name_of(place.block, "perm"))).view("<i4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,34 +16,29 @@ from .lean_file import LeanFile, Restorer
 from .progress import Progress
 from .space import require_space
 from .storage import Output, Source
+from .threads import RunningHash, ahead
 
 
-def shard_stream(lean: LeanFile, restorer: Restorer, shard: int) -> Iterator[tuple[str, Any]]:
-    """(tensor name or "" for what lies between, bytes) of a source shard, from its first byte to its last.
+def shard_stream(lean: LeanFile, restorer: Restorer, shard: int) -> Iterator[tuple[str, int, Any]]:
+    """(tensor name or "" for what lies between, offset, bytes) of a source shard, from its first byte to its last.
 
-    Tensors that were requantised come in their stored type's bytes, which are not the source's: see `restored_shard`.
+    Tensors that were requantised are read, for their checksums, and left out. See `_requantised_stream`.
     """
     header = lean.source_header(shard)
-    yield "", header
+    changed = lean.requantised()
+    yield "", 0, header
     at = len(header)
     for name, ne, kind, offset in sorted(lean.source_table(shard), key=lambda row: row[3]):
-        if gap := len(header) + offset - at:
-            yield "", b"\0" * gap
-        n_rows = int(np.prod(ne[1:], dtype=np.int64))
-        at = len(header) + offset + kind.row_bytes(ne[0]) * n_rows
+        start = len(header) + offset
+        if gap := start - at:
+            yield "", at, b"\0" * gap
+        at = start + kind.row_bytes(ne[0]) * int(np.prod(ne[1:], dtype=np.int64))
         for piece in restorer.tensor(name):
-            yield name, piece
+            if name not in changed:
+                yield name, start, piece
+            start += len(piece)
     if tail := lean.source_bytes[shard] - at:
-        yield "", b"\0" * tail
-
-
-def stream_hash(lean: LeanFile, restorer: Restorer, shard: int, progress: Progress) -> str:
-    """SHA-256 of a source shard as restored."""
-    digest = hashlib.sha256()
-    for _, piece in shard_stream(lean, restorer, shard):
-        digest.update(piece)
-        progress.add(len(piece))
-    return digest.hexdigest()
+        yield "", at, b"\0" * tail
 
 
 @dataclass(frozen=True)
@@ -98,15 +92,14 @@ def unpack(path: str | os.PathLike[str], out: str | os.PathLike[str], *, force: 
 
 
 def _write_shard(lean: LeanFile, restorer: Restorer, shard: int, path: Path, changed: bool, progress: Progress) -> str:
-    digest, at = hashlib.sha256(), 0
+    digest = RunningHash()
     path.unlink(missing_ok=True)
     output = Output(str(path))
     try:
         stream = _requantised_stream(lean, restorer, shard) if changed else shard_stream(lean, restorer, shard)
-        for _, piece in stream:
-            output.write(at, piece)
+        for _, at, piece in ahead(stream):
             digest.update(piece)
-            at += len(piece)
+            output.write(at, piece)
             progress.add(len(piece))
         output.sync()
     finally:
@@ -114,14 +107,15 @@ def _write_shard(lean: LeanFile, restorer: Restorer, shard: int, path: Path, cha
     return digest.hexdigest()
 
 
-def _requantised_stream(lean: LeanFile, restorer: Restorer, shard: int) -> Iterator[tuple[str, Any]]:
-    """As `shard_stream`, with a tensor table and offsets that fit the stored types."""
+def _requantised_stream(lean: LeanFile, restorer: Restorer, shard: int) -> Iterator[tuple[str, int, Any]]:
+    """As `shard_stream` for all tensors, with a tensor table and offsets that fit the stored types."""
     header, alignment = lean.retyped_header(shard)
-    yield "", header
+    yield "", 0, header
+    at = len(header)
     for name, _, _, _ in lean.source_table(shard):
-        n_bytes = 0
         for piece in restorer.tensor(name):
-            n_bytes += len(piece)
-            yield name, piece
-        if gap := ceil_to(n_bytes, alignment) - n_bytes:
-            yield "", b"\0" * gap
+            yield name, at, piece
+            at += len(piece)
+        if gap := ceil_to(at, alignment) - at:
+            yield "", at, b"\0" * gap
+            at += gap

@@ -5,25 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, LeanStreamError, ModelUnreadableError, RepackError
-from . import device, jobs
+from .._lib import native
+from ..errors import ArgumentError, RepackError
 from . import format as f
-from .hashing import SourceHashes
+from . import jobs
 from .journal import Journal
 from .layout import Layout, header_bytes
-from .lean_file import LeanFile, Restorer
+from .lean_file import LeanFile
 from .progress import Progress
+from .read_back import read_back
 from .requantize import DownRows
 from .space import require_space
 from .storage import Output, Source
-from .unpack import shard_stream, stream_hash
+from .threads import in_parallel
 
 SYNC_BYTES = 256 << 20  # written between two syncs: what a killed run does again at most
+WORKERS = 3  # one reads, one copies, one writes
+WORKER_BYTES = 256 << 20  # in the hands of all workers
 Check = Callable[[str], dict[str, Any]]
 
 
@@ -82,23 +86,21 @@ def write(
     journal = Journal(Path(out + ".partial.journal"), work_id(layout))
     if not journal.resumed:
         partial.unlink(missing_ok=True)
-    hashes = SourceHashes(layout.source.shards)
     output = Output(str(partial))
     rows = down_rows or DownRows()
     try:
         resumed = journal.resumed and len(journal.done) > 0
         output.resize(layout.file_bytes)
         with Source(layout.source.shards) as source:
-            write_seconds = _run_jobs(jobs.Target(layout, source, output, rows), journal, quiet)
-        sha256 = _result(hashes, layout)
-        output.write(0, header_bytes(layout, sha256).ljust(layout.data_offset, b"\0"))
-        output.sync()
-        _drop_from_cache(partial)
-        verify_seconds = read_back(str(partial), layout, rows, quiet=quiet)
+            write_seconds = _run_jobs(layout, source, output, rows, journal, quiet)
+            _write_header(output, layout, ["0" * 64] * len(layout.source.shards))
+            started = time.monotonic()
+            sha256 = read_back(str(partial), layout, rows, source, quiet=quiet)
+        _write_header(output, layout, sha256)
+        if LeanFile(str(partial)).sha256 != sha256:
+            raise RepackError(f"{partial} does not read back as it was written: its header differs", path=str(partial))
+        verify_seconds = time.monotonic() - started
         checked = check(str(partial)) if check else None
-    except BaseException:
-        hashes.stop()
-        raise
     finally:
         output.close()
         journal.close()
@@ -114,105 +116,43 @@ def _same_file(a: str, b: str) -> bool:
     return os.path.exists(b) and os.path.samefile(a, b)
 
 
-def _result(hashes: SourceHashes, layout: Layout) -> list[str]:
-    try:
-        return hashes.result()
-    except OSError as error:
-        path = layout.source.first.path
-        raise ModelUnreadableError(f"{path} cannot be read: {error.strerror}", path=path, sys_errno=error.errno) from error
+def _write_header(output: Output, layout: Layout, sha256: list[str]) -> None:
+    output.write(0, header_bytes(layout, sha256).ljust(layout.data_offset, b"\0"))
+    output.sync()
+    output.drop_cached()
 
 
-def _run_jobs(target: jobs.Target, journal: Journal, quiet: bool) -> float:
+def _run_jobs(layout: Layout, source: Source, output: Output, rows: DownRows, journal: Journal, quiet: bool) -> float:
     """Do what the journal lacks; seconds."""
-    pieces: list[jobs.Job] = list(jobs.jobs_of(target.layout))
+    native()  # loaded once, before several threads ask for it
+    pieces: list[jobs.Job] = list(jobs.jobs_of(layout))
     progress = Progress("repacking", sum(job.n_bytes for job in pieces), quiet=quiet)
     progress.skip(sum(job.n_bytes for i, job in enumerate(pieces) if i in journal.done))
     pending: list[int] = []
     unsynced = 0
-    for i, job in enumerate(pieces):
-        if i in journal.done:
-            continue
-        job.run(target)
-        progress.add(job.n_bytes)
+
+    def worker() -> Callable[[int], None]:
+        target = jobs.Target(layout, source, output, rows)
+        return lambda i: pieces[i].run(target)
+
+    left = [i for i in range(len(pieces)) if i not in journal.done]
+    for i in in_parallel(left, [worker() for _ in range(_n_workers(layout, pieces))]):
+        progress.add(pieces[i].n_bytes)
         pending.append(i)
-        unsynced += job.n_bytes
+        unsynced += pieces[i].n_bytes
         if unsynced >= SYNC_BYTES:
-            target.output.sync()
+            output.sync()
             journal.note(pending)
             pending, unsynced = [], 0
-    target.output.sync()
+    output.sync()
     journal.note(pending)
     return progress.finish()
 
 
-def read_back(path: str, layout: Layout, down_rows: DownRows, *, quiet: bool = False) -> float:
-    """Restore the source from the file and compare its SHA-256 with the source's; seconds. Matrices for a device are made again.
-
-    Tensors that were requantised cannot be compared so; their records' checksums are, and the rest byte by byte.
-
-    Raises:
-        RepackError: it is not the same.
-    """
-    progress = Progress("checking", layout.source.file_bytes, quiet=quiet)
-    try:
-        lean = LeanFile(path)
-        changed = lean.requantised()
-        with Source(lean.model.shards) as written, Source(layout.source.shards) as source:
-            restorer = Restorer(lean, written)
-            _compare_device(lean, layout, down_rows, written, source)
-            for shard in range(len(lean.sha256)):
-                if changed:
-                    _compare(lean, restorer, shard, source, changed, progress)
-                elif stream_hash(lean, restorer, shard, progress) != lean.sha256[shard]:
-                    name = layout.source.shards[shard].path
-                    raise RepackError(
-                        f"{path} does not give back {name}: the SHA-256 differs",
-                        path=path,
-                        remedy="the drive or memory may be faulty, or the source has bytes outside its tensors; nothing was renamed",
-                    )
-    except RepackError:
-        raise
-    except LeanStreamError as error:
-        raise RepackError(f"{path} does not read back as it was written: {error}", path=path) from error
-    return progress.finish()
-
-
-def _compare_device(lean: LeanFile, layout: Layout, down_rows: DownRows, written: Source, source: Source) -> None:
-    for layer in layout.neurons:
-        for name, at, data in device.matrices(layer, down_rows.reader(layer, source), source):
-            if written.read(lean.tensor(name), at, len(data)).tobytes() != data.tobytes():
-                raise RepackError(f"{lean.path} does not read back as it was written: {name} differs", path=lean.path)
-
-
-def _compare(lean: LeanFile, restorer: Restorer, shard: int, source: Source, changed: set[str], progress: Progress) -> None:
-    """Restored pieces against the source's bytes, the requantised tensors left out."""
-    at = 0
-    sizes = {name: kind.row_bytes(ne[0]) * _product(ne[1:]) for name, ne, kind, _ in lean.source_table(shard)}
-    skipped = ""
-    for name, piece in shard_stream(lean, restorer, shard):
-        if name in changed:
-            if name != skipped:
-                at += sizes[name]
-                skipped = name
-            continue
-        if source.read_at(shard, at, len(piece)).tobytes() != bytes(piece):
-            raise RepackError(f"{lean.path} does not give back its source: {name or 'the header'} differs", path=lean.path)
-        at += len(piece)
-        progress.add(len(piece))
-
-
-def _product(dims: tuple[int, ...]) -> int:
-    n = 1
-    for dim in dims:
-        n *= dim
-    return n
-
-
-def _drop_from_cache(path: Path) -> None:
-    """So that reading back reads the drive."""
-    if hasattr(os, "posix_fadvise"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def _n_workers(layout: Layout, pieces: list[jobs.Job]) -> int:
+    """Fewer where pieces are large; one where there are neurons, which take much memory."""
+    largest = max((job.n_bytes for job in pieces), default=1)
+    return 1 if layout.neurons else max(1, min(WORKERS, WORKER_BYTES // largest))
 
 
 def _sync_folder(folder: Path) -> None:
