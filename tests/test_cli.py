@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lean_files import make_lean
 
 from leanstream_gguf import cli
 from leanstream_gguf.cli import inspect as inspect_command
@@ -103,6 +104,9 @@ def test_purposes_of_tensors() -> None:
     assert purpose("blk.0.ffn_down.weight") == "ffn"
     assert purpose("blk.0.ffn_down_exps.weight", 64, 64, 8) == "experts"
     assert purpose("blk.0.ffn_gate_inp.weight") == "other"
+    assert purpose("blk.0.ffn_exps.lean", 4096, 8) == "experts"
+    assert purpose("blk.0.ffn.clusters.lean", 4096, 8) == "neurons"
+    assert purpose("blk.0.ffn_exps.checksums.lean", 8) == purpose("blk.0.ffn.sketch.lean", 64, 8) == "tables"
 
 
 @pytest.mark.native
@@ -245,6 +249,18 @@ class TestNative:
         assert call("inspect", "-m", tiny("moe_qwen3", 3), "--tensors") == 0
         text = capsys.readouterr().out
         assert "00002-of-00003" in text and "blk.0.ffn_up_exps.weight" in text
+
+    @pytest.mark.parametrize(("name", "purpose", "n_tensors"), [("moe_qwen3", "experts", 12), ("dense_arcee", "neurons", 4)])
+    def test_inspect_counts_what_lies_in_records_once(
+        self, tiny: Tiny, tmp_path: Path, capsys: Capture, name: str, purpose: str, n_tensors: int
+    ) -> None:
+        path = make_lean(tiny(name), tmp_path / "x.lean.gguf")
+        assert call("inspect", "-m", path, "--json") == 0
+        found = document(capsys)
+        rows = {row["purpose"]: row for row in found["purposes"]}
+        assert rows[purpose]["n_tensors"] == n_tensors and rows[purpose]["streamable"] and "i8" not in rows[purpose]["types"]
+        assert sum(row["bytes"] for row in rows.values()) == sum(t["bytes"] for t in found["tensors"] if "bundle" not in t)
+        assert sum(row["bytes"] for row in rows.values()) <= path.stat().st_size
 
     def test_verify(self, tiny: Tiny, capsys: Capture) -> None:
         argv = ["verify", "-m", tiny("moe_qwen3"), "--prompt-tokens", 16, "-n", 4, "--threads", 1]

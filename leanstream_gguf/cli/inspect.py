@@ -39,10 +39,14 @@ PURPOSES = {
     purpose.name: purpose
     for purpose in (
         Purpose("experts", "experts", True, "read when a token is routed to them, kept in the expert cache"),
+        Purpose("neurons", "neurons in clusters", True, "read when they fire, kept in a cache"),
         Purpose("attention", "attention matrices", True, "pinned, or read ahead layer by layer"),
         Purpose("ffn", "feed-forward matrices", True, "pinned, or read ahead layer by layer"),
         Purpose("embedding", "token embedding", True, "looked up by row: only the rows of the tokens are read"),
         Purpose("output", "output matrix", False, "every token needs all of it at the end: stays resident"),
+        Purpose(
+            "tables", "tables of the lean file", False, "orders, scales, sketches and checksums that reading needs: stay resident"
+        ),
         Purpose("other", "norms, biases, routers and others", False, "small and used by every token: stay resident"),
     )
 }
@@ -51,6 +55,8 @@ PURPOSES = {
 def purpose_of(tensor: Mapping[str, Any], *, tied: bool) -> str:
     """Name of the purpose of a tensor, from its name and shape. `tied`: the embedding is the output matrix too."""
     name, shape = tensor["name"], tensor["shape"]
+    if name.endswith(".lean"):
+        return {"ffn_exps.lean": "experts", "ffn.clusters.lean": "neurons"}.get(name.split(".", 2)[-1], "tables")
     is_matrix = len(shape) > 1 and shape[1] > 1 and name.endswith(".weight")
     if name == "output.weight" or (name == "token_embd.weight" and tied):
         return "output"
@@ -66,15 +72,25 @@ def purpose_of(tensor: Mapping[str, Any], *, tied: bool) -> str:
 
 
 def describe(index: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row a purpose that occurs: {purpose, n_tensors, bytes, types, streamable, reason}."""
+    """One row a purpose that occurs: {purpose, n_tensors, bytes, types, streamable, reason}.
+
+    Bytes are those in the file: what lies in the records of a lean file counts once, with the gaps of the records.
+    """
+    bundled: dict[str, list[Mapping[str, Any]]] = {}
+    for tensor in index["tensors"]:
+        if "bundle" in tensor:
+            bundled.setdefault(tensor["bundle"], []).append(tensor)
     tied = all(tensor["name"] != "output.weight" for tensor in index["tensors"])
     rows: dict[str, dict[str, Any]] = {}
     for tensor in index["tensors"]:
+        if "bundle" in tensor:
+            continue
         purpose = PURPOSES[purpose_of(tensor, tied=tied)]
         row = rows.setdefault(purpose.name, {"purpose": purpose.name, "n_tensors": 0, "bytes": 0, "types": {}})
-        row["n_tensors"] += 1
         row["bytes"] += tensor["bytes"]
-        row["types"][tensor["type"]] = row["types"].get(tensor["type"], 0) + tensor["bytes"]
+        for held in bundled.get(tensor["name"], [tensor]):
+            row["n_tensors"] += 1
+            row["types"][held["type"]] = row["types"].get(held["type"], 0) + held["bytes"]
         row |= {"streamable": purpose.streamable, "reason": purpose.reason}
     return [rows[name] for name in PURPOSES if name in rows]
 
