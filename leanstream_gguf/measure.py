@@ -118,21 +118,27 @@ def at(handle: ModelHandle, budget: Budget, config: StreamConfig, call: Callable
     return call(n_bytes, n_cache)
 
 
+DRY_RUN_BYTES = 64 << 20  # a dry run may take so much whatever the budget: it finds out what the smallest one is
 CELL_BYTES = 48  # of llama.cpp's bookkeeping for one position of a context; a dry run allocates it too
 
 
-def check_bookkeeping(n_ctx: int, limit_bytes: int) -> None:
+def check_bookkeeping(n_ctx: int, budget_bytes: int) -> None:
     """Refuse a context length whose bookkeeping alone does not fit; without it, even a dry run would take all memory.
+
+    Args:
+        budget_bytes: 0 = the memory there is.
 
     Raises:
         BudgetError: with the bytes it needs at least in `limit`.
     """
-    needed = n_ctx * CELL_BYTES
+    needed, available = n_ctx * CELL_BYTES, probe.available_memory().n_bytes
+    limit_bytes = min(max(budget_bytes, DRY_RUN_BYTES), available) if budget_bytes else available
     if needed > limit_bytes:
         text = f"a context of {n_ctx} tokens needs more than {format_bytes(needed)}, but there are {format_bytes(limit_bytes)}"
         raise BudgetError(text, used=limit_bytes, limit=needed, remedy="lower n_ctx")
 
 
+DIFFERENCE_BYTES = 256 << 10  # between one process and the next that loads the same: what one names is to work in the other
 DRY_RUN_SLACK = 16 << 20  # within the margin of every plan: a dry run counts up to so much more than a load
 
 
@@ -159,11 +165,18 @@ def activate(handle: ModelHandle, budget: Budget, config: StreamConfig) -> None:
     """Activate a loaded model under a budget as asked for, with its policy.
 
     Raises:
-        BudgetError: below the minimum, which is in `limit`.
+        BudgetError: below the minimum; in `limit` is one that works in the next process too.
     """
-    at(handle, budget, config, handle.activate)
+    try:
+        at(handle, budget, config, handle.activate)
+    except BudgetError:
+        at(handle, budget, config, lambda n_bytes, n_cache: handle.plan(n_bytes, n_cache, handle.baseline_bytes + DIFFERENCE_BYTES))
+        raise
     handle.set_policy(config.policy, config.policy_params)
     handle.set_speculation(*config.speculation)
+
+
+LLAMA_BYTES = 6 << 20  # what a Llama holds around the model and context that are opened here
 
 
 @contextlib.contextmanager
@@ -181,9 +194,10 @@ def measured(
         handle.set_device_budget(device_bytes(device_budget, handle))
         shape = planner.Shape.from_index(handle.index())
         sizes = wish.sizes(shape)
-        check_bookkeeping(sizes.n_ctx or shape.n_ctx_train, probe.available_memory().n_bytes)
+        check_bookkeeping(sizes.n_ctx or shape.n_ctx_train, 0)
         params = loading.context_params(sizes, n_threads=wish.threads, flash_attn=wish.flash_attn)
         with loading.opened(os.fspath(path), handle.load_scope(no_alloc=True), params, n_gpu_layers=wish.n_gpu_layers):
+            handle.baseline_bytes += LLAMA_BYTES
             yield Measured(handle, shape, sizes)
 
 

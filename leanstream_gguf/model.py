@@ -245,13 +245,13 @@ class Llama(_Parent):
         handle = self._handle
         assert handle is not None
         n_bytes, n_ctx = measure.stated_bytes(budget, shape.file_bytes), options["n_ctx"] or shape.n_ctx_train
-        available = probe.available_memory().n_bytes
-        measure.check_bookkeeping(n_ctx, min(n_bytes or available, available))
+        measure.check_bookkeeping(n_ctx, n_bytes)
         if n_bytes == 0 or planner.kv_bytes(shape, n_ctx) <= n_bytes // 4:
             return
         before = probe.resident_bytes()
         with ModelHandle(handle.path, config) as dry_handle:
-            dry_handle.baseline_bytes = handle.baseline_bytes
+            # Opening the file left the allocator memory, which the dry run uses again and a load has to take.
+            dry_handle.baseline_bytes = handle.baseline_bytes + max(0, probe.resident_bytes() - before) + measure.DIFFERENCE_BYTES
             dry = Llama.__new__(Llama)
             dry._handle, dry._n_outputs_max = None, self._n_outputs_max
             try:

@@ -250,6 +250,34 @@ class TestNative:
         text = capsys.readouterr().out
         assert "00002-of-00003" in text and "blk.0.ffn_up_exps.weight" in text
 
+    @pytest.mark.parametrize("asked", ["1", "30MiB"])
+    def test_the_minimum_that_an_error_names_works_and_little_less_does_not(self, tiny: Tiny, asked: str) -> None:
+        def budget_of(memory: object) -> tuple[int, dict[str, Any]]:
+            """In a process of its own, as at the command line."""
+            argv = [
+                sys.executable,
+                "-m",
+                "leanstream_gguf",
+                "run",
+                "-m",
+                tiny("dense_untied"),
+                "--memory",
+                str(memory),
+                "-p",
+                "x",
+                "-n",
+                1,
+            ]
+            done = subprocess.run([*map(str, argv), "--json"], capture_output=True, text=True)
+            return done.returncode, json.loads(done.stdout)
+
+        status, refused = budget_of(asked)
+        assert (status, refused["error"]["code"]) == (5, "budget")
+        named = refused["error"]["limit"]
+        status, found = budget_of(named)
+        assert status == 0 and found["budget_bytes"] == named
+        assert named <= budget_of("min")[1]["budget_bytes"] + (1 << 20)
+
     @pytest.mark.parametrize(("name", "purpose", "n_tensors"), [("moe_qwen3", "experts", 12), ("dense_arcee", "neurons", 4)])
     def test_inspect_counts_what_lies_in_records_once(
         self, tiny: Tiny, tmp_path: Path, capsys: Capture, name: str, purpose: str, n_tensors: int

@@ -32,7 +32,8 @@ TEST(formatting) {
     CHECK_EQ(format("%s %d", "a", 3), "a 3");
     CHECK_EQ(format("%s", std::string(3000, 'y').c_str()).size(), 3000);
     CHECK_EQ(format("%s", ""), "");
-    CHECK_EQ(human_bytes(0), "0.0 KiB");
+    CHECK_EQ(human_bytes(0), "0 B");
+    CHECK_EQ(human_bytes(1023), "1023 B");
     CHECK_EQ(human_bytes(1536), "1.5 KiB");
     CHECK_EQ(human_bytes(3u << 20), "3.0 MiB");
     CHECK_EQ(human_bytes(5ull << 29), "2.50 GiB");

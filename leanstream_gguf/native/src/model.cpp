@@ -94,7 +94,6 @@ void ls_model::free_session(const llama_context * ctx) {
 FixedMemory ls_model::measure_fixed(uint64_t baseline_bytes) {
     constexpr uint64_t kMargin = 16u << 20;      // stacks, page tables, staging, allocator slack
     constexpr uint64_t kMinMetadata = 4u << 20;
-    constexpr uint64_t kMeasuringSlack = 6u << 20; // a real load holds a little more than one that only measures
     FixedMemory f;
     f.baseline = baseline_bytes;
     f.margin   = kMargin;
@@ -118,7 +117,7 @@ FixedMemory ls_model::measure_fixed(uint64_t baseline_bytes) {
     const uint64_t kv = no_alloc ? 0 : f.kv;
     if (n_measured_ != sessions_.size()) { // once per context: later growth is the host program's
         n_measured_ = sessions_.size();
-        metadata_bytes_ = std::max(kMinMetadata, grown > kv ? grown - kv : 0) + (no_alloc ? kMeasuringSlack : 0);
+        metadata_bytes_ = std::max(kMinMetadata, grown > kv ? grown - kv : 0);
     }
     f.metadata = metadata_bytes_;
     return f;

@@ -42,7 +42,7 @@ std::string human_bytes(uint64_t bytes) {
     if (bytes >= 1ull << 20) {
         return format("%.1f MiB", bytes / double(1ull << 20));
     }
-    return format("%.1f KiB", bytes / 1024.0);
+    return bytes >= 1024 ? format("%.1f KiB", bytes / 1024.0) : format("%u B", unsigned(bytes));
 }
 
 } // namespace ls
