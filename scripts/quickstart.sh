@@ -9,8 +9,17 @@ set -euo pipefail
 # shellcheck source=scripts/setup_common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/setup_common.sh"
 
+setup_only=0
+for arg in "$@"; do
+    case $arg in
+        -h | --help) usage && exit ;;
+        --setup-only) setup_only=1 ;;
+        *) wrong_usage "there is no $arg" ;;
+    esac
+done
+
 set_up server
-if [ "${1:-}" = --setup-only ]; then
+if [ "$setup_only" = 1 ]; then
     step "ready: .venv/bin/leanstream"
     exit
 fi

@@ -14,6 +14,14 @@ exec </dev/null
 step() { printf '[%4ds] %s\n' "$SECONDS" "$*"; }
 die()  { printf '[%4ds] error: %s\n' "$SECONDS" "$*" >&2; exit 1; }
 
+# The comment at the head of the script that was started says how it is used.
+usage() { awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"; }
+wrong_usage() {
+    printf 'error: %s\n\n' "$*" >&2
+    usage >&2
+    exit 2
+}
+
 # run_logged COMMAND...: output goes to the log; compiler progress is shown; on failure the end of the log is.
 run_logged() {
     printf '\n$ %s\n' "$*" >>"$LOG"

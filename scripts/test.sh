@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Everything a change must pass: the set-up of quickstart.sh, lint, the native tests, then pytest.
 #
-#   bash scripts/test.sh [--setup-only] [--no-native] [--sanitize] [--browser] [--slow] [pytest arguments]
-#   bash scripts/test.sh --vulkan [--setup-only]
+#   bash scripts/test.sh [--setup-only] [--no-native] [--sanitize] [--browser] [--slow] [tests] [-- pytest arguments]
+#   bash scripts/test.sh --vulkan [--setup-only] [-- pytest arguments]
 #
+# Tests are files or names as pytest takes them; its own flags come after --.
 # --sanitize runs the native tests under the address and the thread sanitizer too (builds ggml twice more).
 # --browser gets Chromium and playwright for the tests of the chat page, which are skipped without them.
 # --vulkan builds for Vulkan (in build/vulkan) and runs the tests of the device tier, on the first device that Vulkan names: Mesa's
@@ -15,15 +16,20 @@ set -euo pipefail
 
 native=1 sanitize=0 browser=0 vulkan=0 setup_only=0
 pytest_args=()
-for arg in "$@"; do
-    case $arg in
+while [ $# -gt 0 ]; do
+    case $1 in
+        -h | --help) usage && exit ;;
         --setup-only) setup_only=1 ;;
         --no-native) native=0 ;;
         --sanitize) sanitize=1 ;;
         --browser) browser=1 ;;
         --vulkan) vulkan=1 ;;
-        *) pytest_args+=("$arg") ;;
+        --slow) pytest_args+=(--slow) ;;
+        --) pytest_args+=("${@:2}") && break ;;
+        -*) wrong_usage "there is no $1; flags of pytest come after --" ;;
+        *) pytest_args+=("$1") ;;
     esac
+    shift
 done
 [ "${LEANSTREAM_SLOW:-0}" = 1 ] && pytest_args+=(--slow)
 

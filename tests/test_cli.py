@@ -90,6 +90,28 @@ def test_a_wrong_variable_is_named(variable: str, monkeypatch: pytest.MonkeyPatc
     assert capsys.readouterr().err.startswith(f"leanstream: {variable} 'lots'")
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["run", "-m", "x.gguf", "-n", "many"], "invalid int value: 'many'"),
+        (["plan"], "-m/--model"),
+        (["inspect", "-m", "x.gguf", "--no-such-flag"], "--no-such-flag"),
+        (["no-such-command"], "invalid choice"),
+    ],
+)
+def test_wrong_usage_is_json_with_json(argv: list[str], words: str, capsys: Capture) -> None:
+    for json_too in (False, True):
+        with pytest.raises(SystemExit) as caught:
+            call(*argv, *(["--json"] if json_too else []))
+        captured = capsys.readouterr()
+        assert caught.value.code == 2 and captured.err.startswith("usage: leanstream") and words in captured.err
+        if json_too:
+            error = json.loads(captured.out)["error"]
+            assert error["code"] == "argument" and words in error["message"]
+        else:
+            assert not captured.out
+
+
 def test_purposes_of_tensors() -> None:
     def purpose(name: str, *shape: int, tied: bool = False) -> str:
         return inspect_command.purpose_of({"name": name, "shape": shape or (64, 64)}, tied=tied)

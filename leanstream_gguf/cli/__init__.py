@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 # name -> module. Modules import what is heavy inside run(), so that --help answers at once.
 COMMANDS = {
@@ -38,10 +40,21 @@ examples:
 """
 
 
-def _parser() -> argparse.ArgumentParser:
+class _JsonParser(argparse.ArgumentParser):
+    """Wrong usage is a JSON document on standard output too."""
+
+    def error(self, message: str) -> NoReturn:
+        from ..errors import ArgumentError
+        from ._common import print_json
+
+        print_json({"error": ArgumentError(message).to_dict()})
+        super().error(message)
+
+
+def _parser(*, json: bool = False) -> argparse.ArgumentParser:
     from .. import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = (_JsonParser if json else argparse.ArgumentParser)(
         prog="leanstream",
         description="Run GGUF models larger than the memory you give them, with the output they always had.",
         epilog=_EPILOG,
@@ -58,4 +71,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; only --help and wrong usage exit by themselves."""
     from ._common import guarded
 
-    return guarded(_parser().parse_args(argv))
+    words = sys.argv[1:] if argv is None else argv
+    return guarded(_parser(json="--json" in words).parse_args(words))
