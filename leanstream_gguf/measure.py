@@ -49,6 +49,14 @@ class ContextWish:
         return self.n_threads or probe.cpu_count()
 
 
+def warnings_of(plan: dict[str, Any], config: StreamConfig) -> list[str]:
+    """What a plan warns of, and what was asked for in vain."""
+    texts = list(plan.get("warnings", ()))
+    if config.parsed_cache is not None and not plan["experts"]["total_bytes"]:
+        texts.append("cache_budget is not used: this model has no experts")
+    return texts
+
+
 @dataclass(frozen=True)
 class Measured:
     """A model whose sizes are known and whose weights were not read; `handle.plan()` works on it."""
@@ -60,7 +68,8 @@ class Measured:
     def plan(self, budget: Budget, config: StreamConfig) -> dict[str, Any]:
         """The plan for a budget as asked for; `full` is planned at the smallest budget that keeps everything resident."""
         full = int(self.handle.plan()["full_budget_bytes"])
-        return at(self.handle, budget, config, lambda n_bytes, n_cache: self.handle.plan(n_bytes or full, n_cache))
+        plan = at(self.handle, budget, config, lambda n_bytes, n_cache: self.handle.plan(n_bytes or full, n_cache))
+        return {**plan, "warnings": warnings_of(plan, config)}
 
 
 def resolve(handle: ModelHandle, budget: Budget, config: StreamConfig) -> tuple[int, int]:

@@ -140,15 +140,15 @@ def _refuse(options: dict[str, Any]) -> None:
         warnings.warn(text, LeanStreamWarning, stacklevel=4)
 
 
-def _tell_unused_device(handle: ModelHandle, repack: bool) -> None:
-    """Warn that a device budget was given and nothing runs on a device."""
+def _tell_unused_device(handle: ModelHandle, repack: bool, asked: str) -> None:
+    """Warn that a device was asked for, with the argument `asked`, and nothing runs on one."""
     plan = handle.plan_in_force()
     if "device" in plan:
         return
     reason = "llama.cpp finds no GPU it was built for (see leanstream doctor)"
     if repack:
         reason = "weights in llama.cpp's repacked form (repack=True) are the host's"
-    warnings.warn(f"device_budget is not used: {reason}", LeanStreamWarning, stacklevel=4)
+    warnings.warn(f"{asked} is not used: {reason}", LeanStreamWarning, stacklevel=4)
 
 
 class Llama(_Parent):
@@ -231,9 +231,9 @@ class Llama(_Parent):
         measure.activate(handle, budget, config)
         self.stream = StreamHandle(handle, config, budget)
         tell_cost(self.stream.fidelity(), stacklevel=4)
-        if self._device_budget is not None:
-            _tell_unused_device(handle, config.repack)
-        for text in handle.plan_in_force().get("warnings", ()):
+        if self._device_budget is not None or options.get("n_gpu_layers"):
+            _tell_unused_device(handle, config.repack, "n_gpu_layers" if self._device_budget is None else "device_budget")
+        for text in measure.warnings_of(handle.plan_in_force(), config):
             warnings.warn(text, LeanStreamWarning, stacklevel=3)
 
     def _check_room(self, shape: planner.Shape, budget: Budget, config: StreamConfig, options: dict[str, Any]) -> None:

@@ -248,8 +248,39 @@ class TestNative:
         captured = capsys.readouterr()
         assert "device_budget is not used" in captured.err
         assert json.loads(captured.out.splitlines()[-1])["tokens"] == 2
+        assert call("run", "-m", tiny("moe_qwen3"), "-p", "x", "-n", "2", "-ngl", "2", "--json") == 0
+        assert capsys.readouterr().err.startswith("leanstream: warning: n_gpu_layers is not used: llama.cpp finds no GPU")
         assert call("plan", "-m", tiny("moe_qwen3"), "--device-memory", "min", "--no-speed", "--json") == 2
         assert "device_budget" in document(capsys)["error"]["message"]
+
+    @pytest.mark.parametrize(("flags", "template", "hinted"), [([], "x", True), (["--chat"], "x", False), ([], None, False)])
+    def test_an_empty_answer_of_a_chat_model(
+        self, tiny: Tiny, capsys: Capture, monkeypatch: pytest.MonkeyPatch, flags: list[str], template: str | None, hinted: bool
+    ) -> None:
+        import llama_cpp
+
+        import leanstream_gguf
+
+        metadata = {"tokenizer.chat_template": template} if template else {}
+        monkeypatch.setattr(llama_cpp, "llama_vocab_is_eog", lambda vocab, token: True)
+        monkeypatch.setattr(
+            leanstream_gguf.Llama, "metadata", property(lambda self: metadata, lambda self, value: None), raising=False
+        )
+        argv = ["run", "-m", tiny("dense_untied"), "-p", "x", "-n", 3, *flags]
+        assert call(*argv) == 0
+        captured = capsys.readouterr()
+        assert captured.out == "\n" and ("--chat" in captured.err) == hinted
+        assert call(*argv, "--json") == 0
+        assert "--chat" not in capsys.readouterr().err
+
+    def test_a_cache_for_experts_that_there_are_not(self, tiny: Tiny, capsys: Capture) -> None:
+        argv = ["-m", tiny("dense_untied"), "--cache", "1MiB"]
+        assert call("run", *argv, "-p", "x", "-n", "2", "--json") == 0
+        assert capsys.readouterr().err == "leanstream: warning: cache_budget is not used: this model has no experts\n"
+        assert call("plan", *argv, "--no-speed") == 0
+        assert "warning: cache_budget is not used" in capsys.readouterr().out
+        assert call("plan", "-m", tiny("dense_untied"), "--no-speed", "--json") == 0
+        assert document(capsys)["warnings"] == []
 
     def test_plan_with_speeds(self, tiny: Tiny, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
         from leanstream_gguf import kernel_rate

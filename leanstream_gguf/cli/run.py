@@ -259,10 +259,13 @@ def run(args: argparse.Namespace) -> int:
             if not args.json:
                 print(piece, end="", flush=True)
         document = report(llm, answer, load_seconds, args.model)
+        for_chats = "tokenizer.chat_template" in llm.metadata and not (args.chat or args.system)
     if args.json:
         _common.print_json(document)
     else:
         print()
+        if for_chats and not answer.text.strip():
+            _common.note("leanstream: the model ended at once; it was made for conversations, and --chat asks it as in one")
         _common.note(summary(document))
     return 0
 
