@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from . import kernel_rate, planner, probe
 from ._lib import native
-from .errors import ArgumentError, BudgetError, LibraryError
+from .errors import ArgumentError, BudgetError, LeanStreamError, LibraryError
 from .runtime import ModelHandle
 from .settings import IO_BACKENDS, Budget, StreamConfig, check_context
 from .units import format_bytes
@@ -208,6 +208,26 @@ def measured(
         with loading.opened(os.fspath(path), handle.load_scope(no_alloc=True), params, n_gpu_layers=wish.n_gpu_layers):
             handle.baseline_bytes += LLAMA_BYTES
             yield Measured(handle, shape, sizes)
+
+
+def outlook(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Can the model be streamed? {streamable, plan: with no bound, auto: plan or error under `auto`} or {streamable, why_not: error}.
+
+    At the default settings, but for the fidelity that the layout of a lean file needs.
+    """
+    try:
+        with ModelHandle(path) as handle:
+            layout = handle.index().get("metadata", {}).get("leanstream.layout")
+        config = StreamConfig(fidelity="faithful" if layout == "faithful" else "exact")
+        with measured(path, config, ContextWish()) as model:
+            found: dict[str, Any] = {"streamable": True, "plan": model.handle.plan()}
+            try:
+                found["auto"] = model.plan(Budget.parse("auto"), config)
+            except BudgetError as error:
+                found["auto"] = {"error": error.to_dict()}
+            return found
+    except LeanStreamError as error:
+        return {"streamable": False, "why_not": error.to_dict()}
 
 
 @dataclass(frozen=True)

@@ -367,4 +367,26 @@ class TestNative:
         assert not list(tmp_path.iterdir())
         assert call("doctor", "-m", tiny("moe_qwen3")) == 0
         text = capsys.readouterr().out
-        assert "io_uring" in text and "depth 4" in text
+        assert "io_uring" in text and "depth 4" in text and "--memory auto: everything resident" in text
+
+    def test_doctor_looks_at_the_model(self, tiny: Tiny, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+        from leanstream_gguf import probe
+        from leanstream_gguf.cli import doctor
+
+        argv = ["doctor", "--no-drive", "--json", "-m"]
+        lean = make_lean(tiny("dense_arcee"), tmp_path / "x.lean.gguf", faithful=True)
+        for path in (tiny("moe_qwen3"), lean):
+            assert call(*argv, path) == 0
+            found = document(capsys)["model"]
+            assert (
+                0 < found["plan"]["minimum_budget_bytes"] < found["plan"]["full_budget_bytes"] and found["auto"]["mode"] == "resident"
+            )
+        monkeypatch.setattr(probe, "automatic_budget", lambda: probe.MemoryLimit(1 << 20, "made up"))
+        assert call(*argv, tiny("moe_qwen3")) == 0
+        found = document(capsys)
+        assert "does not fit here" in found["advice"][0] and found["model"]["auto"]["error"]["code"] == "budget"
+        streams = {"path": "x", "streamable": True, "auto": {"dense": {"streamed_bytes": 100 << 20}}}
+        assert "so this drive allows 2.0 tokens/s" in doctor._model_advice(streams, {"sequential": {"bytes_per_second": 200 << 20}})[0]
+        (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+        assert call(*argv, tmp_path / "broken.gguf") == 3
+        assert call(*argv, tmp_path / "none.gguf") == 3

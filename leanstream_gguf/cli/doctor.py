@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..errors import ArgumentError, LeanStreamError
+from ..errors import ArgumentError, LeanStreamError, UnsupportedError
 from ..units import format_bytes, format_rate
 from . import _common
 
@@ -25,9 +25,10 @@ def add_parser(commands: Any) -> None:
         "doctor",
         help="check libraries, processor, memory and drive; give advice",
         description="Check the pinned libraries, processor features and backends, memory and its limits, and measure the drive by "
-        "read size and queue depth. Exit status 0 unless the libraries cannot be used.",
+        "read size and queue depth. With -m, what this machine can do with that model. Exit status 0 unless the libraries or the "
+        "model cannot be used.",
     )
-    parser.add_argument("-m", "--model", metavar="FILE", help="measure the drive under this model")
+    parser.add_argument("-m", "--model", metavar="FILE", help="look at this model, and measure the drive under it")
     parser.add_argument(
         "--dir", metavar="DIR", help="measure the drive of this folder with a temporary file; default: the current one"
     )
@@ -79,6 +80,20 @@ def memory() -> dict[str, Any]:
         "auto_budget_bytes": automatic.n_bytes,
         "auto_budget_reason": automatic.reason,
     }
+
+
+def model(path: str) -> dict[str, Any]:
+    """What this machine can do with a model.
+
+    Raises:
+        ModelFileError: it cannot be read, or is broken.
+    """
+    from ..measure import outlook
+    from ..runtime import ModelHandle
+
+    with ModelHandle(path) as handle:
+        index = handle.index()
+    return {"path": path, **{key: index[key] for key in ("arch", "file_bytes")}, **outlook(path)}
 
 
 @contextlib.contextmanager
@@ -133,6 +148,8 @@ def advice(document: dict[str, Any]) -> list[str]:
     if drive and drive["sequential"]["bytes_per_second"] < SLOW_DRIVE:
         rate = format_rate(drive["sequential"]["bytes_per_second"])
         lines.append(f"the drive reads {rate}: streamed layers will be slow; give more memory or a faster drive")
+    if (found := document.get("model")) and found["streamable"]:
+        lines += _model_advice(found, drive)
     if memory["swap_used_bytes"] > 256 << 20:
         lines.append(f"{format_bytes(memory['swap_used_bytes'])} are swapped out: use a smaller budget than auto")
     if libraries and not libraries["io_uring"] and platform.system() == "Linux":
@@ -140,6 +157,17 @@ def advice(document: dict[str, Any]) -> list[str]:
     if libraries and not libraries["llama_cpp_finds_them"]:
         lines.append("`import llama_cpp` works after `import leanstream_gguf` only; `python -m leanstream_gguf.link` changes that")
     return lines or ["nothing: this machine is fine"]
+
+
+def _model_advice(found: dict[str, Any], drive: dict[str, Any] | None) -> list[str]:
+    auto, name = found["auto"], os.path.basename(found["path"])
+    if "error" in auto:
+        return [f"{name} does not fit here: {auto['error']['message']}"]
+    dense = auto["dense"]["streamed_bytes"]
+    if dense and drive:
+        most = drive["sequential"]["bytes_per_second"] / dense
+        return [f"{name}: --memory auto reads {format_bytes(dense)} for every token, so this drive allows {most:.1f} tokens/s at most"]
+    return []
 
 
 def run(args: argparse.Namespace) -> int:
@@ -153,7 +181,10 @@ def run(args: argparse.Namespace) -> int:
         document["libraries_error"], status = error.to_dict(), error.exit_status
     if status == 0:
         document["gpus"] = gpus()
-    if status == 0 and not args.no_drive:
+        if args.model:
+            document["model"] = model(args.model)
+            status = 0 if document["model"]["streamable"] else UnsupportedError.exit_status
+    if "libraries" in document and not args.no_drive:
         document["drive"] = drive(args, _common.note if not args.json else lambda _: None)
     document["advice"] = advice(document)
     if args.json:
@@ -182,10 +213,27 @@ def summary(document: dict[str, Any]) -> str:
         f"memory      {format_bytes(ram['available_bytes'])} usable ({ram['available_reason']})",
         f"            --memory auto is {format_bytes(ram['auto_budget_bytes'])}: {ram['auto_budget_reason']}",
     ]
+    if "model" in document:
+        lines += _model_lines(document["model"])
     if "drive" in document:
         lines += _drive_lines(document["drive"])
     lines += [_gpu_line(gpu) for gpu in document.get("gpus", ())]
     return "\n".join([*lines, *(f"advice      {text}" for text in document["advice"])])
+
+
+def _model_lines(found: dict[str, Any]) -> list[str]:
+    lines = [f"model       {found['path']}: {found['arch']}, {format_bytes(found['file_bytes'])}"]
+    if not found["streamable"]:
+        return [*lines, f"            CANNOT BE STREAMED: {found['why_not']['message']}"]
+    plan, auto = found["plan"], found["auto"]
+    lines.append(
+        f"            runs with {format_bytes(plan['minimum_budget_bytes'])} or more, "
+        f"everything resident from {format_bytes(plan['full_budget_bytes'])}"
+    )
+    if "error" not in auto:
+        how = "everything resident" if auto["mode"] == "resident" else f"mode {auto['mode']}"
+        lines.append(f"            --memory auto: {how}")
+    return lines
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import LeanStreamError
 from ..units import format_bytes
 from . import _common
 
@@ -95,19 +94,8 @@ def describe(index: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [rows[name] for name in PURPOSES if name in rows]
 
 
-def _dry_run(path: str) -> dict[str, Any]:
-    """The plan at the default settings, or why the model cannot be streamed."""
-    from ..measure import ContextWish, measured
-    from ..settings import StreamConfig
-
-    try:
-        with measured(path, StreamConfig(), ContextWish()) as model:
-            return {"streamable": True, "plan": model.handle.plan()}
-    except LeanStreamError as error:
-        return {"streamable": False, "why_not": error.to_dict()}
-
-
 def run(args: argparse.Namespace) -> int:
+    from ..measure import outlook
     from ..runtime import ModelHandle
 
     with ModelHandle(args.model) as handle:
@@ -116,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         "model": args.model,
         **{key: value for key, value in index.items() if key != "tensors"},
         "purposes": describe(index),
-        **_dry_run(args.model),
+        **outlook(args.model),
     }
     if "leanstream.version" in index.get("metadata", {}):
         from . import _lean
