@@ -2,7 +2,8 @@
 
 A token's compute is dominated by matrix-vector products whose weights come from memory once. So each distinct (type,
 shape) of the model is multiplied for a moment over a working set larger than the processor's cache, and the time of one
-token is the sum over its tensors, plus a fixed cost for each node of the graph. Measured error: see `leanstream plan`.
+token is the sum over its tensors, its keys and values, and the vocabulary it is sampled from, plus a fixed cost for each node of the
+graph.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import _lib, probe
+from . import _lib, planner, probe
 from .errors import LibraryError
 
 WORKING_SET_BYTES = 192 << 20  # beyond the last-level cache of ordinary machines
 SECONDS_PER_SHAPE = 0.25
 MAX_SHAPES = 6  # the largest by bytes are measured, the rest goes by their mean rate
 NODES_PER_LAYER = 22  # of a transformer layer besides the products: norms, rope, attention, adds
+CONTEXT_TOKENS = 256  # that attention goes over: llama.cpp rounds up to so many
+SAMPLING_SECONDS = 5e-9  # for each token of the vocabulary, of which the likeliest are chosen (measured on one of 262,144)
 _SLACK_BYTES = 8 << 20  # tensor headers and the graph
 
 
@@ -222,7 +225,9 @@ def compute_rate(index: Mapping[str, Any], n_threads: int, ggml: Ggml | None = N
         raise LibraryError("none of the model's weight types can be timed")
     seconds *= (measured + unmeasured) / measured
     node = node_seconds(ggml, n_threads)
-    total = seconds + node * NODES_PER_LAYER * int(index["n_layer"])
     n_bytes = int(measured + unmeasured)
+    shape = planner.Shape.from_index(index)
+    attention = planner.kv_bytes(shape, CONTEXT_TOKENS) * seconds / n_bytes
+    total = seconds + node * NODES_PER_LAYER * shape.n_layer + attention + SAMPLING_SECONDS * shape.n_vocab
     reason = f"{min(MAX_SHAPES, len(wanted))} of {len(wanted)} weight shapes timed with {n_threads} threads"
     return ComputeRate(total, n_bytes, n_bytes / seconds, node, reason)

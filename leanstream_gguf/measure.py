@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -232,12 +232,17 @@ def outlook(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a forecast is made of. Fields are None where something could not be measured; the reasons say so."""
+    """What a forecast is made of. Fields are None where something could not be measured; the reasons say so.
+
+    `drive` reads layers, `experts` experts; each as the plan makes the runtime read them.
+    """
 
     compute: kernel_rate.ComputeRate | None
     compute_reason: str
     drive: probe.DriveRate | None
     drive_reason: str
+    experts: probe.DriveRate | None = None
+    experts_reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -250,21 +255,62 @@ PREAD_THREADS = 4
 
 
 def _read_depth(config: StreamConfig) -> int:
-    """Reads in flight under this configuration."""
+    """Reads in flight under this configuration, at most."""
     uring = config.io_backend != "pread" and bool(native().lib.ls_have_io_uring())
     return min(64, (config.io_depth or URING_DEPTH) if uring else (config.io_threads or PREAD_THREADS))
 
 
-def measure_speeds(handle: ModelHandle, config: StreamConfig, n_threads: int) -> Speeds:
-    """Time the drive under the model and the processor on the model's weight types: about three seconds."""
-    largest = max(handle.index()["shards"], key=lambda shard: int(shard["bytes"]))
-    block = min(int(config.chunk_bytes) or READ_BLOCK_BYTES, int(largest["bytes"]) // 4096 * 4096)
-    depth = _read_depth(config)
-    backend = IO_BACKENDS[config.io_backend]
-    drive = probe.drive_rate(largest["path"], block, depth, sequential=True, duration_ms=800, io_backend=backend)
-    drive_reason = f"reads in order of {format_bytes(block)}, {depth} at once, {'past' if drive.direct else 'through'} the page cache"
+def layer_reads(index: Mapping[str, Any], dense: Mapping[str, Any], block_bytes: int) -> tuple[int, int]:
+    """(bytes of one read, reads at once) where layers stream: blocks of matrices, as many as the ring takes besides what is in use."""
+    sizes = [int(tensor["bytes"]) for tensor in index["tensors"] if _streams(tensor)]
+    n_reads = sum(-(-size // block_bytes) for size in sizes)
+    mean = max(4096, sum(sizes) // max(1, n_reads) // 4096 * 4096)
+    return mean, max(1, (int(dense["n_ring_slots"]) - 1) * int(dense["group_bytes"]) // mean)
+
+
+def _streams(tensor: Mapping[str, Any]) -> bool:
+    """A matrix of a layer that every token needs."""
+    name = tensor["name"]
+    return (
+        name.startswith("blk.")
+        and name.endswith(".weight")
+        and tensor["shape"][1] > 1
+        and "_exps" not in name
+        and "bundle" not in tensor
+    )
+
+
+def expert_reads(index: Mapping[str, Any], experts: Mapping[str, Any], hit_ratio: float) -> tuple[int, int]:
+    """(bytes of one read, reads at once) where a layer's missing experts are read: a record each, or a slice of each matrix."""
+    slices = {tensor["name"].split(".", 2)[2] for tensor in index["tensors"] if tensor["name"].endswith("_exps.weight")}
+    n_slices = 1 if any("bundle" in tensor for tensor in index["tensors"]) else max(1, len(slices))
+    n_missing = max(1, round(int(experts["n_used"]) * (1 - hit_ratio)))
+    return max(4096, int(experts["expert_bytes"]) // n_slices // 4096 * 4096), n_missing * n_slices
+
+
+def measure_speeds(handle: ModelHandle, config: StreamConfig, n_threads: int, plan: Mapping[str, Any]) -> Speeds:
+    """Time the drive with reads as the plan needs them, and the processor on the model's weight types: a few seconds."""
+    index = handle.index()
+    largest = max(index["shards"], key=lambda shard: int(shard["bytes"]))
+    whole = int(largest["bytes"]) // 4096 * 4096
+
+    def rate(block: int, depth: int, *, in_order: bool) -> tuple[probe.DriveRate, str]:
+        block, depth = min(block, whole), min(depth, _read_depth(config))
+        backend = IO_BACKENDS[config.io_backend]
+        found = probe.drive_rate(largest["path"], block, depth, sequential=in_order, duration_ms=800, io_backend=backend)
+        past = "past" if found.direct else "through"
+        return found, f"reads{' in order' * in_order} of {format_bytes(block)}, {depth} at once, {past} the page cache"
+
+    block, depth = int(config.chunk_bytes) or READ_BLOCK_BYTES, _read_depth(config)
+    if plan["dense"]["streamed_bytes"]:
+        block, depth = layer_reads(index, plan["dense"], block)
+    drive, drive_reason = rate(block, depth, in_order=True)
+    experts, experts_reason = None, ""
+    if plan["experts"]["capacity_bytes"] < plan["experts"]["total_bytes"]:
+        hits = planner.hit_ratio(plan["experts"], config.policy)
+        experts, experts_reason = rate(*expert_reads(index, plan["experts"], hits), in_order=False)
     try:
-        compute = kernel_rate.compute_rate(handle.index(), n_threads)
+        compute = kernel_rate.compute_rate(index, n_threads)
     except LibraryError as error:
-        return Speeds(None, str(error), drive, drive_reason)
-    return Speeds(compute, compute.reason, drive, drive_reason)
+        return Speeds(None, str(error), drive, drive_reason, experts, experts_reason)
+    return Speeds(compute, compute.reason, drive, drive_reason, experts, experts_reason)

@@ -208,6 +208,11 @@ def expected_hit_ratio(cached_share: float, policy: str = "lfu") -> float:
     return 1.0
 
 
+def hit_ratio(experts: Mapping[str, Any], policy: str) -> float:
+    """The same for the experts of a plan."""
+    return expected_hit_ratio(experts["capacity_bytes"] / experts["total_bytes"], policy)
+
+
 OVERLAP_POWER = 6
 
 
@@ -223,7 +228,14 @@ class Forecast:
     hit_ratio: float | None  # assumed, models with experts only
 
 
-def forecast(plan: Mapping[str, Any], *, compute_seconds: float, bytes_per_second: float, policy: str = "lfu") -> Forecast:
+def forecast(
+    plan: Mapping[str, Any],
+    *,
+    compute_seconds: float,
+    bytes_per_second: float,
+    expert_bytes_per_second: float | None = None,
+    policy: str = "lfu",
+) -> Forecast:
     """Expected decode speed of a plan.
 
     Streamed layers are read ahead, so a token takes the longer of compute and reading, and up to an eighth more where the
@@ -232,18 +244,20 @@ def forecast(plan: Mapping[str, Any], *, compute_seconds: float, bytes_per_secon
 
     Args:
         compute_seconds: one token with everything resident.
-        bytes_per_second: of the drive, for reads as the runtime makes them.
+        bytes_per_second: of the drive, for reads of layers as the runtime makes them.
+        expert_bytes_per_second: the same for reads of experts; None = as layers.
         policy: of the expert cache, for the hit ratio to assume.
     """
     dense = int(plan["dense"]["streamed_bytes"])
     experts = plan["experts"]
-    hit_ratio, missing = None, 0.0
+    hits, missing = None, 0.0
     if experts["total_bytes"]:
-        hit_ratio = expected_hit_ratio(experts["capacity_bytes"] / experts["total_bytes"], policy)
-        missing = (1 - hit_ratio) * experts["token_demand_bytes"]
+        hits = hit_ratio(experts, policy)
+        missing = (1 - hits) * experts["token_demand_bytes"]
     rate = max(1.0, bytes_per_second)
-    overlapped = (compute_seconds**OVERLAP_POWER + (dense / rate) ** OVERLAP_POWER) ** (1 / OVERLAP_POWER)
-    seconds = overlapped + missing / rate
-    read_seconds = (dense + missing) / rate
+    dense_seconds, missing_seconds = dense / rate, missing / max(1.0, expert_bytes_per_second or rate)
+    overlapped = (compute_seconds**OVERLAP_POWER + dense_seconds**OVERLAP_POWER) ** (1 / OVERLAP_POWER)
+    seconds = overlapped + missing_seconds
+    read_seconds = dense_seconds + missing_seconds
     bound = "drive" if read_seconds > compute_seconds else "compute"
-    return Forecast(1 / seconds, compute_seconds, read_seconds, int(dense + missing), bound, hit_ratio)
+    return Forecast(1 / seconds, compute_seconds, read_seconds, int(dense + missing), bound, hits)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from leanstream_gguf import kernel_rate
+from leanstream_gguf import kernel_rate, measure
 
 Tiny = Callable[..., Path]
 
@@ -34,13 +34,34 @@ def test_products_of_a_token() -> None:
     assert [(p.n_in, p.n_out) for p in tied] == [(64, 1000), (64, 64)]
 
 
+def test_reads_of_layers_are_those_of_their_matrices() -> None:
+    names = ("blk.0.ffn_up.weight", "blk.0.ffn_down.weight", "blk.0.attn_q.weight", "blk.0.attn_k.weight")
+    sizes = (3 << 20, 3 << 20, 1 << 19, 1 << 19)
+    tensors = [tensor(name, 64, 64, n_bytes=size) for name, size in zip(names, sizes, strict=True)]
+    tensors += [tensor("token_embd.weight", 64, 64, n_bytes=9 << 20), tensor("blk.0.ffn_up_exps.weight", 64, 64, 8, n_bytes=9 << 20)]
+    dense = {"n_ring_slots": 2, "group_bytes": 7 << 20}
+    assert measure.layer_reads({"tensors": tensors}, dense, 1 << 20) == (7 * (1 << 20) // 8, 8)
+    assert measure.layer_reads({"tensors": tensors}, {**dense, "n_ring_slots": 3}, 1 << 20)[1] == 16
+    assert measure.layer_reads({"tensors": []}, dense, 1 << 20)[1] >= 1
+
+
+def test_reads_of_experts_are_slices_or_records() -> None:
+    names = [f"blk.{block}.ffn_{what}_exps.weight" for block in (0, 1) for what in ("gate", "up", "down")]
+    experts = {"n_used": 4, "expert_bytes": 3 * 81920 + 100}
+    plain = {"tensors": [tensor(name, 64, 64, 8) for name in names]}
+    assert measure.expert_reads(plain, experts, 0.0) == (81920, 12)
+    assert measure.expert_reads(plain, experts, 0.5) == (81920, 6)
+    assert measure.expert_reads(plain, experts, 1.0) == (81920, 3)
+    bundled = {"tensors": [{**found, "bundle": "blk.0.ffn_exps.lean"} for found in plain["tensors"]]}
+    assert measure.expert_reads(bundled, experts, 0.5) == (3 * 81920, 2)
+
+
 @pytest.mark.native
 @pytest.mark.usefixtures("native")
 class TestNative:
     def test_minimum_is_that_of_a_real_load(self, tiny: Tiny) -> None:
         from support import streamed
 
-        from leanstream_gguf import measure
         from leanstream_gguf.settings import StreamConfig
 
         wish = measure.ContextWish(n_ctx=256, n_batch=64, n_ubatch=64, n_threads=1)

@@ -141,6 +141,10 @@ def test_forecast_of_experts_adds_what_is_missing() -> None:
     assert found.tokens_per_second == pytest.approx(1.0)
     whole = planner.forecast(plan(capacity=100, total=100, demand=1000), compute_seconds=0.5, bytes_per_second=490)
     assert whole.tokens_per_second == 2
+    small = planner.forecast(
+        plan(capacity=50, total=100, demand=1000), compute_seconds=0.5, bytes_per_second=1e9, expert_bytes_per_second=490, policy="lru"
+    )
+    assert small.tokens_per_second == pytest.approx(1.0)
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.sampled_from(sorted(POLICIES)))

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             **model.plan(budget, config),
         }
         if not args.no_speed and "device" not in document:  # what a device computes is not timed
-            speeds = measure.measure_speeds(model.handle, config, wish.threads)
+            speeds = measure.measure_speeds(model.handle, config, wish.threads, document)
             document["speeds"] = speeds.to_dict()
             document["expected"] = _expected(planner, document, speeds, config.policy)
             document["expected_tokens_per_second"] = document["expected"].get("tokens_per_second")
@@ -77,6 +77,7 @@ def _expected(planner: Any, document: dict[str, Any], speeds: Any, policy: str) 
         document,
         compute_seconds=speeds.compute.seconds_per_token,
         bytes_per_second=speeds.drive.bytes_per_second,
+        expert_bytes_per_second=speeds.experts.bytes_per_second if speeds.experts else None,
         policy=policy,
     )
     return {name: getattr(forecast, name) for name in forecast.__dataclass_fields__}
@@ -149,6 +150,8 @@ def _speed_lines(document: dict[str, Any]) -> list[str]:
         return []
     drive, expected = document["speeds"]["drive"], document["expected"]
     lines = [f"  drive {format_rate(drive['bytes_per_second'])} ({document['speeds']['drive_reason']})"]
+    if experts := document["speeds"]["experts"]:
+        lines.append(f"  drive {format_rate(experts['bytes_per_second'])} for experts ({document['speeds']['experts_reason']})")
     if not expected:
         return [*lines, f"  speed unknown: {document['speeds']['compute_reason']}"]
     bound = "processor" if expected["bound_by"] == "compute" else "drive"
