@@ -89,6 +89,19 @@ TEST(finds_the_fastest_among_noise_and_drift) {
     }
 }
 
+TEST(a_lucky_token_does_not_change_the_choice) {
+    FlowControl flow;
+    flow.reset(3);
+    run(flow, {1e6, 0.95e6, 0.85e6, 0.9e6}, 64, 0);
+    CHECK_EQ(flow.best(), 2);
+    for (int i = 0; i < 400; ++i) {
+        const uint8_t c = flow.next();
+        const double share[] = {1.0, 0.95, 0.85, 0.9};
+        flow.measured(c, uint64_t((c == 0 && i % 40 == 0 ? 0.5 : 1.0) * share[c] * 1e6)); // off was lucky once
+        CHECK_EQ(flow.best(), 2);
+    }
+}
+
 TEST(tries_nothing_beyond_what_is_allowed) {
     FlowControl flow;
     flow.reset(0);

@@ -42,27 +42,31 @@ void FlowControl::measured(uint8_t choice, uint64_t ns) {
     Choice & c = choices_[choice];
     // one token that the machine held up says little
     const double ratio = std::min(2.0, std::max(0.5, double(ns) / pace_ns_));
-    const bool surprise = settled() && choice != best_ && ratio < (1.0 - kSurprise) * c.ratio;
-    c.again = surprise && !c.again;
+    const bool surprise = settled() && choice != best_ && ratio < (1.0 - kSurprise) * c.ratio && !c.again;
     // what it took long ago counts little
     const uint64_t gap = std::max<uint64_t>(1, n_tokens_ - c.last);
     c.n = std::min({ c.n, kWindow, uint32_t(1 + 8 * kWindow / gap) }) + 1;
     c.ratio += (ratio - c.ratio) / std::min(c.n, kWindow);
     c.last = n_tokens_;
+    c.again = surprise || (settled() && choice != best_ && c.n < kTrials && c.ratio < kWorthIt * choices_[best_].ratio);
     pace_ns_ += (double(ns) / c.ratio - pace_ns_) / 8;
     choose();
 }
 
 void FlowControl::choose() {
-    uint8_t best = 0;
-    for (uint8_t c = 1; c <= farthest_; ++c) {
-        if (choices_[c].n > 0 && choices_[best].n > 0 && choices_[c].ratio < kWorthIt * choices_[best].ratio) {
+    if (!settled()) {
+        return;
+    }
+    // one lucky token does not make a choice the best: it is tried again until that is known
+    const auto known = [this](uint8_t c) { return c == best_ || choices_[c].n >= kTrials; };
+    uint8_t best = best_;
+    for (uint8_t c = 0; c <= farthest_; ++c) {
+        const bool nearer = c < best;
+        if (known(c) && choices_[c].ratio * (nearer ? kWorthIt : 1.0) < choices_[best].ratio * (nearer ? 1.0 : kWorthIt)) {
             best = c;
         }
     }
-    if (settled()) {
-        best_ = best;
-    }
+    best_ = best;
 }
 
 } // namespace ls

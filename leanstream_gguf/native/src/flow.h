@@ -36,7 +36,7 @@ private:
         double   ratio = 1;     // of its time to the pace
         uint32_t n = 0;         // measured
         uint64_t last = 0;      // token
-        bool     again = false; // its last trial was a surprise
+        bool     again = false; // its last trial was a surprise, or it seems to be the best and few trials say so
     };
 
     bool due(uint8_t choice) const;

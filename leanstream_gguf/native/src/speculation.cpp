@@ -14,6 +14,8 @@ namespace ls {
 
 namespace {
 
+constexpr uint64_t kPauseNs = 50'000'000;
+
 // Nodes of farther leads are left out, with the barrier behind them: where nothing is read ahead, guessing costs nothing.
 void switch_guesses(const ggml_cgraph * graph, uint8_t farthest, const SpeculationSettings & settings) {
     for (int i = 0; i < graph->n_nodes; ++i) {
@@ -157,10 +159,10 @@ void Engine::begin_speculation_locked(Session & session, const ggml_cgraph * gra
     }
     const bool experts = !experts_ready_.load() && !weights.moe_layers.empty();
     if (single && (experts || neurons->wants_guesses())) {
-        const bool is_auto = spec_.settings.depth == SpeculationSettings::kAuto && n_active_ == 0;
-        session.lead = is_auto ? spec_.flow.next() : spec_.settings.depth == SpeculationSettings::kAuto ? spec_.flow.best()
-                                                                                                       : spec_.settings.farthest();
-        session.measured = is_auto;
+        // the first token after a pause finds cold processor caches, and says nothing of a choice
+        const bool is_auto = spec_.settings.depth == SpeculationSettings::kAuto;
+        session.measured = is_auto && n_active_ == 0 && session.begin_ns - spec_.last_end_ns < kPauseNs;
+        session.lead = session.measured ? spec_.flow.next() : is_auto ? spec_.flow.best() : spec_.settings.farthest();
     }
     session.speculation = spec_.settings;
     spec_.busy_ns = scheduler_->counters().busy_ns;
@@ -169,7 +171,8 @@ void Engine::begin_speculation_locked(Session & session, const ggml_cgraph * gra
 }
 
 void Engine::end_speculation_locked(Session & session) {
-    const uint64_t ns = now_ns() - session.begin_ns;
+    spec_.last_end_ns = now_ns();
+    const uint64_t ns = spec_.last_end_ns - session.begin_ns;
     if (session.measured && n_active_ == 1 && !session.failed.load()) {
         spec_.flow.measured(session.lead, ns);
     }

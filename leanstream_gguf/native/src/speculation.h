@@ -65,6 +65,7 @@ struct Speculation {
     std::unique_ptr<UnitsAhead> ahead;       // over all units
     double drive_busy = 1;                   // share of the time, of the last tokens
     uint64_t busy_ns = 0;                    // of the drive when the graph began
+    uint64_t last_end_ns = 0;                // of the last graph
     FlowControl flow;
     std::shared_ptr<TraceWriter> trace;      // shared with the neuron store
     std::atomic<bool> tracing{false};        // trace is set
