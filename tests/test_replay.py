@@ -46,7 +46,7 @@ def test_trace_holds_every_token_layer_and_use(trace: Path) -> None:
     for layer in layers:
         assert layer["n_uses"] == layer["n_hit"] + layer["n_ahead"] + layer["n_late"] + layer["n_missed"]
         assert layer["n_uses"] % N_TOKENS == 0 and layer["n_uses"] > 0
-    assert {r["lead"] for r in found["recall"]} == {1, 2, 3}
+    assert {r["lead"] for r in found["recall"]} >= {1, 2, 3}
     assert all(0 <= r["at_k"] <= r["at_2k"] <= 1 for r in found["recall"])
     assert b'"model": "toy"' in trace.read_bytes()[:400]
 
@@ -61,7 +61,7 @@ def test_trace_of_a_resident_model_is_all_hits(tiny: Tiny, tmp_path: Path) -> No
     found = replay.summary(path)
     assert found["n_tokens"] == 16
     assert all(layer["n_uses"] == layer["n_hit"] > 0 for layer in found["layers"])
-    assert {r["lead"] for r in found["recall"]} == {1, 2, 3}
+    assert {r["lead"] for r in found["recall"]} >= {1, 2, 3}
 
 
 @pytest.mark.parametrize("faithful", [False, True])
@@ -83,7 +83,7 @@ def test_trace_of_neurons_is_replayed(tiny: Tiny, tmp_path: Path, faithful: bool
     for layer in found["layers"]:
         assert layer["n_uses"] == layer["n_hit"] + layer["n_ahead"] + layer["n_late"] + layer["n_missed"] > 0
     assert any(layer["n_missed"] for layer in found["layers"])  # what comes ahead of its need depends on the machine's load
-    assert {r["lead"] for r in found["recall"]} == {1, 2, 3}
+    assert {r["lead"] for r in found["recall"]} >= {1, 2, 3}
     n_units = found["n_units"]
     for n in (n_units // 2, n_units):
         optimum = replay.replay(path, "belady", n)["n_misses"]
