@@ -3,7 +3,7 @@
 //
 //   device_speed --model F --text F --engine stock|leanstream [--ngl N] [--cpu-moe N] [--mmap] [--device-budget BYTES]
 //                [--budget BYTES] [--prompt N] [--steps N] [--rounds N] [--threads N] [--ubatch N] [--flash-attn 0|1] [--logits FILE]
-//                [--inexact [--host-cost X]]
+//                [--inexact [--host-cost X]] [--io-backend N] [--io-depth N]
 //   device_speed --bus            rate of copies from page-locked memory to the device, and the time of two waits for it
 //   device_speed --drive FILE     rate of random reads past the page cache: the best of the shapes that streaming uses
 #include "leanstream.h"
@@ -54,6 +54,14 @@ void require(ls_status status, const char * what) {
     }
 }
 
+const std::pair<const char *, uint64_t ls_stats::*> kCounters[] = {
+    {"n_tokens", &ls_stats::n_tokens}, {"device_copied_bytes", &ls_stats::device_copied_bytes}, {"device_hits", &ls_stats::device_hits},
+    {"device_misses", &ls_stats::device_misses}, {"device_syncs", &ls_stats::device_syncs}, {"device_host_experts", &ls_stats::device_host_experts},
+    {"hits", &ls_stats::hits}, {"misses", &ls_stats::misses}, {"stall_ns", &ls_stats::stall_ns}, {"n_reads", &ls_stats::n_reads},
+    {"read_bytes", &ls_stats::read_bytes}, {"read_busy_ns", &ls_stats::read_busy_ns}, {"n_ahead", &ls_stats::n_ahead},
+    {"n_ahead_used", &ls_stats::n_ahead_used}, {"n_ahead_late", &ls_stats::n_ahead_late}, {"ahead_wasted_bytes", &ls_stats::ahead_wasted_bytes},
+};
+
 struct Run {
     explicit Run(const Options & o) : options(o) {}
 
@@ -91,6 +99,8 @@ struct Run {
             ls_options lo = {};
             lo.direct_io = 1;
             lo.n_io_threads = 8;
+            lo.io_backend = uint32_t(options.number("io-backend", 0));
+            lo.io_depth = uint32_t(options.number("io-depth", 0));
             lo.device_inexact = options.has("inexact");
             lo.host_cost = atof(options.text("host-cost", "0").c_str());
             require(ls_install(), "ls_install");
@@ -167,12 +177,8 @@ struct Run {
         }
         require(ls_model_get_stats(stream, &s), "stats");
         ls_model_reset_stats(stream);
-        uint64_t * to[] = {&sum.n_tokens, &sum.device_copied_bytes, &sum.device_hits, &sum.device_misses, &sum.device_syncs, &sum.read_bytes,
-            &sum.stall_ns, &sum.device_host_experts};
-        const uint64_t from[] = {s.n_tokens, s.device_copied_bytes, s.device_hits, s.device_misses, s.device_syncs, s.read_bytes, s.stall_ns,
-            s.device_host_experts};
-        for (size_t i = 0; i < std::size(from); ++i) {
-            *to[i] += from[i];
+        for (const auto & [name, counter] : kCounters) {
+            sum.*counter += s.*counter;
         }
     }
 
@@ -271,10 +277,11 @@ void print_list(const char * key, const std::vector<double> & values) {
 }
 
 void print_stats(const char * key, const ls_stats & s) {
-    printf(",\"%s\":{\"n_tokens\":%llu,\"device_copied_bytes\":%llu,\"device_hits\":%llu,\"device_misses\":%llu,\"device_syncs\":%llu,"
-        "\"read_bytes\":%llu,\"stall_ns\":%llu,\"device_host_experts\":%llu}", key, (unsigned long long) s.n_tokens, (unsigned long long) s.device_copied_bytes,
-        (unsigned long long) s.device_hits, (unsigned long long) s.device_misses, (unsigned long long) s.device_syncs,
-        (unsigned long long) s.read_bytes, (unsigned long long) s.stall_ns, (unsigned long long) s.device_host_experts);
+    printf(",\"%s\":{", key);
+    for (const auto & [name, counter] : kCounters) {
+        printf("%s\"%s\":%llu", counter == kCounters[0].second ? "" : ",", name, (unsigned long long) (s.*counter));
+    }
+    printf("}");
 }
 
 void print(Run & run) {

@@ -184,6 +184,24 @@ TEST(both_budgets_at_their_minimum) {
     }
 }
 
+// What the device ranks first is read before its layer chooses.
+TEST(experts_read_ahead) {
+    require_device();
+    const std::string path = check::toy("moe_qwen3");
+    ToyModel whole(path, 2, 99);
+    const std::vector<float> expected = run(whole);
+    ToyModel m(path, on_device(range(path).low, check::kMiddle));
+    check::same_logits(run(m), expected, "cold");
+    check::same_logits(run(m), expected, "warm");
+    const ls_stats s = m.stats();
+    CHECK(s.n_ahead > 0);
+    CHECK_EQ(s.n_ahead >= s.n_ahead_used + s.n_ahead_wasted, true);
+    CHECK_EQ(ls_model_set_speculation(m.streamed(), 0, 1), LS_OK);
+    ls_model_reset_stats(m.streamed());
+    check::same_logits(run(m), expected, "switched off");
+    CHECK_EQ(m.stats().n_ahead, 0u);
+}
+
 // n_gpu_layers as llama.cpp reads it: the other blocks stay with the host's own path.
 TEST(some_blocks_on_the_device) {
     require_device();

@@ -160,77 +160,24 @@ void DeviceTier::select(Engine & engine, Session & session, const Choice & choic
         begin_run(session, *choice.host_run, layer, ids, nullptr, choice.n_threads, &on_host);
     }
     if (!session.failed.load()) {
-        bring_to_slots(engine, session, layer, missing);
+        learn_ranking(layer, ids);
+        const size_t started = engine.fetch_experts(layer, missing, 0, false);
+        if (from_drive_) {
+            take_ranking(session, layer, choice.ranked);
+            read_ahead(engine, session, layer);
+        }
+        bring_to_slots(engine, session, layer, missing, started);
+        if (from_drive_) {
+            engine.pass_ahead(layer);
+        }
     }
     send_ids(session, choice, on_host);
     if (!session.failed.load() && copies_beside_) {
         copy_ahead(engine, layer);
-        take_ranking(session, layer, choice.ranked);
-    }
-}
-
-// Give back what the device has read ahead for layers before; have it wait for what is on its way to this one.
-void DeviceTier::settle_ahead(Engine & engine, Session & session, uint32_t layer) {
-    for (Ahead & a : ahead_) {
-        if (a.waited) {
-            engine.release_experts(a.units);
-            a.units.clear();
-            a.layer = -1;
-            a.waited = false;
-        } else if (a.layer == int32_t(layer)) {
-            ggml_backend_event_wait(session.device_backend, a.copied);
-            a.waited = true;
+        if (!from_drive_) {
+            take_ranking(session, layer, choice.ranked);
         }
     }
-}
-
-// Experts of the next layer that were ranked first two layers before it, as far as they are in host memory: copied beside compute.
-void DeviceTier::copy_ahead(Engine & engine, uint32_t layer) {
-    const int32_t next = layers_[layer].next_streamed;
-    const auto ranking = std::find_if(std::begin(rankings_), std::end(rankings_), [&](const Ranking & r) { return r.layer == next && next >= 0; });
-    const auto free = std::find_if(std::begin(ahead_), std::end(ahead_), [](const Ahead & a) { return a.layer < 0; });
-    if (ranking == std::end(rankings_) || free == std::end(ahead_)) {
-        return;
-    }
-    ranking->layer = -1;
-    Layer & l = layers_[size_t(next)];
-    n_runs_++; // what is ranked first is not given up for what is ranked later
-    std::vector<uint32_t> missing;
-    for (int64_t t = 0; t < ranking->n_tokens; ++t) {
-        for (uint32_t i = 0; i < n_expert_used_; ++i) {
-            const uint32_t e = uint32_t(ranking->experts[size_t(t) * l.slot_of.size() + i]);
-            if (e >= l.slot_of.size()) {
-                continue;
-            }
-            if (l.slot_of[e] >= 0) {
-                l.used_in[size_t(l.slot_of[e])] = n_runs_;
-            } else if (engine.expert_ready(uint32_t(next), e) && std::find(missing.begin(), missing.end(), e) == missing.end()) {
-                missing.push_back(e);
-            }
-        }
-    }
-    const size_t n = engine.fetch_experts(uint32_t(next), missing, 0, false);
-    for (size_t i = 0; i < n; ++i) {
-        free->units.push_back(engine.unit_of(uint32_t(next), missing[i]));
-        if (engine.expert_ready(uint32_t(next), missing[i]) && give_slot(l, missing[i], false)) {
-            put_expert(engine, copy_backend_, uint32_t(next), missing[i], l.slots, uint32_t(l.slot_of[missing[i]]));
-        }
-    }
-    if (n > 0) {
-        free->layer = next;
-        ggml_backend_event_record(free->copied, copy_backend_);
-    }
-}
-
-// Starts the ranking's way to the host: it is there when the next layer's ids are.
-void DeviceTier::take_ranking(Session & session, uint32_t layer, const ggml_tensor * ranked) {
-    if (!ranked || ranked->ne[1] > kSlotTokens) {
-        return;
-    }
-    Ranking & r = rankings_[layers_[layer].order % std::size(rankings_)];
-    r.layer    = layer_to_rank(layer);
-    r.n_tokens = ranked->ne[1];
-    ggml_backend_tensor_get_async(session.device_backend, ranked, r.experts, 0, ggml_nbytes(ranked));
 }
 
 // used: by the run at hand; otherwise it is the first to go until it is used
@@ -250,10 +197,10 @@ bool DeviceTier::give_slot(Layer & l, uint32_t expert, bool used) {
     return true;
 }
 
-void DeviceTier::bring_to_slots(Engine & engine, Session & session, uint32_t layer, const std::vector<uint32_t> & missing) {
+// started: so many of the missing experts have room in host memory, and reads where they need them
+void DeviceTier::bring_to_slots(Engine & engine, Session & session, uint32_t layer, std::vector<uint32_t> & missing, size_t started) {
     Layer & l = layers_[layer];
-    for (size_t done = 0, started = 0; done < missing.size();) {
-        started = engine.fetch_experts(layer, missing, started, false);
+    for (size_t done = 0; done < missing.size(); started = engine.fetch_experts(layer, missing, started, false)) {
         if (started == done) { // the host's cache holds nothing but experts that are being copied
             ggml_backend_synchronize(session.device_backend);
             counters.syncs++;
@@ -264,6 +211,9 @@ void DeviceTier::bring_to_slots(Engine & engine, Session & session, uint32_t lay
             slot_units_.clear();
             continue;
         }
+        // what is there is copied while the others are read
+        std::stable_partition(missing.begin() + std::ptrdiff_t(done), missing.begin() + std::ptrdiff_t(started),
+            [&](uint32_t e) { return engine.expert_ready(layer, e); });
         for (; done < started; ++done) {
             const uint32_t e = missing[done];
             slot_units_.push_back(engine.unit_of(layer, e));

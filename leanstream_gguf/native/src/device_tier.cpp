@@ -88,6 +88,8 @@ bool layer_on_device(const MoeLayer & l) {
 DeviceTier::DeviceTier(const DevicePlacement & placement, uint32_t n_tensors, uint32_t n_expert_used)
     : placement_(placement), buffer_type_(ggml_backend_dev_buffer_type(placement.device)),
       alignment_(ggml_backend_buft_get_alignment(buffer_type_)), n_expert_used_(n_expert_used) {
+    constexpr float kRankP = 0.7f; // before anything is known
+    rank_p_.assign(n_expert_used, kRankP);
     driver_bytes_ = is_cuda(placement.device) ? first_driver_bytes(placement.device) : 0;
     copies_beside_ = is_cuda(placement.device);
     const ggml_init_params params = {(size_t(n_tensors) * 8 + 1024) * ggml_tensor_overhead(), nullptr, true};
@@ -262,7 +264,7 @@ bool DeviceTier::streams_layer(uint32_t layer) const {
 }
 
 int32_t DeviceTier::layer_to_rank(uint32_t layer) const {
-    if (!activated_ || !copies_beside_) {
+    if (!activated_ || !(copies_beside_ || from_drive_)) {
         return -1;
     }
     const int32_t next = layers_[layer].next_streamed;

@@ -120,6 +120,8 @@ public:
     void set_policy(const std::string & name, const PolicyParams & params);
     // before the first graph, when host memory is filled: measured if it is not given and anything streams
     void set_host_cost(const Engine & engine, int n_threads);
+    // the host's memory does not hold all experts that the device lacks
+    void set_from_drive(bool value) { from_drive_ = value; }
     double host_cost() const { return activated_ && inexact() ? placement_.host_cost : 0; }
     DeviceCounters counters;
 
@@ -155,7 +157,7 @@ private:
         bool    waited = false;             // the device waits for it before the layer: done at the next layer
         std::vector<uint32_t> units;
     };
-    struct Ranking { int32_t layer = -1; int64_t n_tokens = 0; int32_t * experts = nullptr; }; // on its way to the host, or there
+    struct Ranking { int32_t layer = -1; int64_t n_tokens = 0; int32_t * experts = nullptr; }; // on its way to the host, or there; until the layer chose
     struct StreamedBlock { std::vector<Weight *> members; std::vector<uint32_t> groups; };
 
     ggml_tensor * new_tensor(const Weight & w, int64_t n_stacked);
@@ -169,16 +171,20 @@ private:
     void copy_in(ggml_backend_t via, ggml_tensor * dst, uint64_t offset, const uint8_t * src, uint64_t n_bytes);
     void put_expert(Engine & engine, ggml_backend_t via, uint32_t layer, uint32_t expert, const std::vector<ggml_tensor *> & to, uint32_t at);
     bool fill_stage(Engine & engine, Session & session, uint32_t layer, const std::vector<uint8_t> & wanted, bool wait);
-    void bring_to_slots(Engine & engine, Session & session, uint32_t layer, const std::vector<uint32_t> & missing);
+    void bring_to_slots(Engine & engine, Session & session, uint32_t layer, std::vector<uint32_t> & missing, size_t started);
     void stage_from_slot(ggml_backend_t via, Layer & l, uint32_t expert);
     void zero_gaps(ggml_backend_t via, Layer & l, const Stage & s);
     void recycle_stage(Engine & engine, Session & session, Stage & s, int32_t owner);
     bool copy_block(Engine & engine, Session & session, uint32_t streamed_block, bool wait);
     int32_t free_slot(Layer & l);
     void make_pinned();
+    // device_ahead.cpp
     void settle_ahead(Engine & engine, Session & session, uint32_t layer);
     void copy_ahead(Engine & engine, uint32_t layer);
     void take_ranking(Session & session, uint32_t layer, const ggml_tensor * ranked);
+    Ranking * ranking_of(uint32_t layer);
+    void learn_ranking(uint32_t layer, const ggml_tensor * ids);
+    void read_ahead(Engine & engine, Session & session, uint32_t layer);
     bool give_slot(Layer & l, uint32_t expert, bool used);
     std::vector<uint32_t> leave_to_host(Engine & engine, uint32_t layer, std::vector<uint32_t> & missing);
     void send_ids(Session & session, const Choice & choice, const std::vector<uint32_t> & on_host);
@@ -208,6 +214,9 @@ private:
     std::vector<int32_t> unpinned_;          // the same, where the backend has none
     Ahead ahead_[2];
     Ranking rankings_[2];
+    std::vector<float> rank_p_; // [place in a ranking] how probable a use is
+    std::vector<float> p_;      // of the layer at hand
+    std::atomic<bool> from_drive_{false};
     std::string policy_name_ = "lfu";
     PolicyParams policy_params_;
     uint64_t n_runs_ = 0;

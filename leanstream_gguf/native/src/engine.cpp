@@ -222,6 +222,9 @@ void Engine::apply_locked(Lock & lock, const Plan & plan) {
     }
     neurons->set_capacity(plan.neuron_cache_bytes, policy_name_, policy_params_);
     plan_ = plan;
+    if (device_) {
+        device_->set_from_drive(plan.cache_bytes < plan.experts_bytes);
+    }
     update_all_ready_locked();
     if (plan.cache_bytes && (device_streams() || plan.mode() == std::string("resident"))) {
         loads.push_back(start_all_experts_locked());

@@ -126,6 +126,9 @@ public:
     // Pins experts[first ..] in host memory, as many as there is room for, and starts their reads; returns the first one that
     // found none. cold: for one pass.
     size_t fetch_experts(uint32_t layer, const std::vector<uint32_t> & experts, size_t first, bool cold);
+    // p: [n_experts] how probable the use of each is at the layer's next turn; 0 for those in its slots. Reads what is likely enough.
+    void ranked(Session & session, uint32_t layer, uint32_t n_used, const std::vector<float> & p);
+    void pass_ahead(uint32_t layer); // the layer has chosen, and what it uses is fetched
     bool expert_ready(uint32_t layer, uint32_t expert) const; // in host memory; lock-free
     bool has_room(uint32_t n) const; // n experts can be pinned in host memory beside what is
     bool wait_expert(Session & session, uint32_t layer, uint32_t expert); // false: its read failed, the session has the error
@@ -214,7 +217,8 @@ private:
     void begin_speculation_locked(Session & session, const ggml_cgraph * graph);
     void end_speculation_locked(Session & session);
     void add_speculation_locked(ls_stats & out) const;
-    void read_ahead_guessed_locked(uint32_t layer, uint8_t lead, const std::vector<float> & p);
+    void read_ahead_guessed_locked(uint32_t layer, uint32_t n_used, Priority priority, const std::vector<float> & p);
+    void pass_ahead_locked(uint32_t layer);
     bool admit_ahead_locked(uint32_t unit);
     bool cancel_ahead_locked(uint32_t layer, uint32_t expert);
     void promote_unit_locked(uint32_t layer, uint32_t expert, Priority priority);

@@ -148,8 +148,12 @@ size_t Engine::fetch_experts(uint32_t layer, const std::vector<uint32_t> & exper
     size_t i = first;
     for (; i < experts.size(); ++i) {
         const uint32_t unit = l.first_unit + experts[i];
+        const Arrival arrival = arrival_locked(unit, uint32_t(l.parts.size()));
         if (!cache_->resident(unit) && !admit_locked(unit, cold)) {
             break;
+        }
+        if (!cold) {
+            settle_use_locked(unit, arrival);
         }
         (whole_unit_locked(unit, uint32_t(l.parts.size())) ? stats_.hits : stats_.misses)++;
         if (!cold) {
@@ -162,6 +166,24 @@ size_t Engine::fetch_experts(uint32_t layer, const std::vector<uint32_t> & exper
     }
     scheduler_->submit(requests);
     return i;
+}
+
+void Engine::ranked(Session & session, uint32_t layer, uint32_t n_used, const std::vector<float> & p) {
+    Lock lock(mutex_);
+    const bool off = session.n_tokens == 1 ? session.lead == 0 : spec_.settings.depth == 0;
+    if (off || !session.active || session.failed.load()) {
+        return;
+    }
+    cache_->predicted(weights.moe_layers[layer].first_unit, p.data(), uint32_t(p.size()));
+    // the device's rankings are nearly as good as late guesses, and the drive shall not stand idle behind a few reads of demand
+    read_ahead_guessed_locked(layer, n_used, Priority::refined, p);
+}
+
+void Engine::pass_ahead(uint32_t layer) {
+    Lock lock(mutex_);
+    const MoeLayer & l = weights.moe_layers[layer];
+    cache_->ranked(l.first_unit, nullptr, l.n_experts); // no prediction holds beyond its turn
+    pass_ahead_locked(layer);
 }
 
 bool Engine::expert_ready(uint32_t layer, uint32_t expert) const {

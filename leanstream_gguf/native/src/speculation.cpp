@@ -204,18 +204,17 @@ void Engine::guessed(Session & session, uint32_t layer, uint8_t lead, const floa
     }
     if (session.lead > 0 && spec_.settings.uses(lead, session.lead)) {
         cache_->predicted(l.first_unit, g.p.data(), l.n_experts);
-        read_ahead_guessed_locked(layer, lead, g.p);
+        const bool late = lead == kLeadBlock || lead == kLeadParts;
+        read_ahead_guessed_locked(layer, spec_.routers[layer].n_used, late ? Priority::refined : Priority::speculative, g.p);
     }
 }
 
 // Reads what is likely enough, likeliest first; drops queued reads that no longer are.
-void Engine::read_ahead_guessed_locked(uint32_t layer, uint8_t lead, const std::vector<float> & p) {
+void Engine::read_ahead_guessed_locked(uint32_t layer, uint32_t n_used, Priority priority, const std::vector<float> & p) {
     const MoeLayer & l = weights.moe_layers[layer];
-    const uint32_t n_used = spec_.routers[layer].n_used;
     if (cache_->n_slots() < 3 * n_used) {
         return; // no room beside what demand needs
     }
-    const Priority priority = lead == kLeadBlock || lead == kLeadParts ? Priority::refined : Priority::speculative;
     uint32_t n_waiting = 0;
     std::vector<uint32_t> order;
     for (uint32_t e = 0; e < l.n_experts; ++e) {
@@ -360,8 +359,14 @@ void Engine::chosen_locked(Session & session, const MoeRun & run, const float * 
         spec_.trace->need(run.layer, pass, used, arrival, scored ? margin_.data() : nullptr);
     }
     learn_guesses_locked(session, run.layer, used);
-    for (uint32_t u = l.first_unit; u < l.first_unit + l.n_experts; ++u) {
-        if (spec_.ahead->waiting(u)) { // its turn has come and it was not chosen
+    pass_ahead_locked(run.layer);
+}
+
+// Its turn has come: what waits still was not chosen.
+void Engine::pass_ahead_locked(uint32_t layer) {
+    const MoeLayer & l = weights.moe_layers[layer];
+    for (uint32_t u = l.first_unit; u < l.first_unit + l.n_experts && spec_.ahead->n_waiting() > 0; ++u) {
+        if (spec_.ahead->waiting(u)) {
             spec_.ahead->pass(u);
         }
     }
