@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -47,19 +48,25 @@ def run_python(code: str, *args: str | Path, timeout_s: float = TIMEOUT_S, prelo
     return Outcome(done.returncode, json.loads(lines[-1]) if lines else None, done.stderr)
 
 
+_NO_DEVICES = (ctypes.c_void_p * 1)(None)  # a list that ends where it begins
+
+
 @contextlib.contextmanager
-def file_layout() -> Iterator[None]:
-    """llama_cpp.Llama objects built inside keep weights as the file has them, as streaming does (no repacking)."""
+def load_as_streamed(*, repacked: bool, on_device: bool) -> Iterator[None]:
+    """llama_cpp.Llama objects built inside hold weights as streaming does: as the file has them unless `repacked`, and with no
+    GPU taken for large batches and buffers where no layer is meant for it."""
     import llama_cpp.llama_cpp as low_level
 
     defaults = low_level.llama_model_default_params
 
-    def without_repacking() -> Any:
+    def changed() -> Any:
         params = defaults()
-        params.use_extra_bufts = False
+        params.use_extra_bufts = repacked
+        if not on_device:
+            params.devices = ctypes.addressof(_NO_DEVICES)
         return params
 
-    low_level.llama_model_default_params = without_repacking
+    low_level.llama_model_default_params = changed
     try:
         yield
     finally:
@@ -75,7 +82,7 @@ def unstreamed(path: Path, *, repacked: bool = False, **settings: Any) -> contex
     importlib.import_module("leanstream_gguf")  # first: it points llama_cpp at the libraries under test
     import llama_cpp
 
-    with contextlib.nullcontext() if repacked else file_layout():
+    with load_as_streamed(repacked=repacked, on_device=bool(settings.get("n_gpu_layers"))):
         return contextlib.closing(llama_cpp.Llama(str(path), **{**CONTEXT, "logits_all": True, "verbose": False, **settings}))
 
 
