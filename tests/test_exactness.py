@@ -80,8 +80,12 @@ def test_logits_at_every_budget(tiny: Tiny, name: str, reader: str, shape: str) 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["dense_tied", "dense_untied", "dense_fused"])
 def test_repacked_weights_give_the_bits_of_stock_s_default_flags(tiny: Tiny, name: str, shape: str) -> None:
+    import llama_cpp
+
     from leanstream_gguf import StreamConfig
 
+    if b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info():
+        pytest.skip("stock prefers AMX's kernels to its repacked ones here")
     path = tiny(name)
     with unstreamed(path, repacked=True, **SHAPES[shape]) as llm:
         expected = logits(llm, TOKENS, N_PROMPT)

@@ -330,9 +330,11 @@ try:
 except leanstream_gguf.BudgetError as error:
     print(json.dumps({"limit": error.limit, "grown": probe.peak_resident_bytes() - before}))
 """
+    from leanstream_gguf import probe
+
     found = run_python(code, tiny("dense_untied")).require()
     assert found["limit"] > 500 << 20
-    assert found["grown"] < 200 << 20
+    assert found["grown"] < (400 if probe.gpus() else 200) << 20  # a GPU's driver takes its part
 
 
 def test_large_context_that_fits_loads(tiny: Tiny) -> None:
