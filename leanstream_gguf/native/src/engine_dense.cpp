@@ -1,5 +1,6 @@
 // Dense groups: pinned ones live at their own address, the others pass through ring slots in graph order.
 #include "engine.h"
+#include "spin_pause.h"
 
 #include <algorithm>
 #include <chrono>
@@ -265,9 +266,7 @@ void Engine::wait_acquired(Session & session, const ggml_tensor * node, uint32_t
         if (done()) {
             return;
         }
-#if defined(__x86_64__) || defined(_M_X64)
-        __builtin_ia32_pause();
-#endif
+        spin_pause();
     }
     Lock lock(mutex_);
     changed_.wait(lock, done);

@@ -2,6 +2,7 @@
 #include "neurons.h"
 
 #include "crc32c.h"
+#include "spin_pause.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -235,9 +236,7 @@ bool NeuronStore::wait_rows(NeuronRun & run) {
         if (done()) {
             return !run.failed.load();
         }
-#if defined(__x86_64__) || defined(_M_X64)
-        __builtin_ia32_pause();
-#endif
+        spin_pause();
     }
     Lock lock(mutex_);
     changed_.wait(lock, done);
