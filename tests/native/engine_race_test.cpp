@@ -116,13 +116,14 @@ TEST(missing_experts_are_awaited_behind_the_others) {
     for (const char * name : {"moe_qwen3", "moe_dense_lead"}) {
         const std::string path = toy(name);
         const std::vector<float> expected = ToyModel(path).logits();
-        for (uint32_t stages : {2u, 3u, UINT32_MAX}) {
+        const std::vector<uint32_t> some = sanitized() ? std::vector<uint32_t>{3} : std::vector<uint32_t>{2, 3, UINT32_MAX};
+        for (uint32_t stages : some) {
             Streaming s = half_of(path);
             s.n_threads = 3; // more than there are cores, or an odd number
             ToyModel m(path, s);
             CHECK_EQ(ls_model_set_speculation(m.streamed(), 2, stages), LS_OK);
             GateReads gate([](uint64_t, size_t) { // longer than all that is computed meanwhile
-                std::this_thread::sleep_for(std::chrono::milliseconds(sanitized() ? 30 : 1));
+                std::this_thread::sleep_for(std::chrono::milliseconds(sanitized() ? 200 : 1));
                 return 0;
             });
             same_logits(m.logits(), expected, name);
