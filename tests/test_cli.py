@@ -390,3 +390,8 @@ class TestNative:
         (tmp_path / "broken.gguf").write_bytes(b"GGUF")
         assert call(*argv, tmp_path / "broken.gguf") == 3
         assert call(*argv, tmp_path / "none.gguf") == 3
+
+
+def test_replay_counts_no_negative_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("replay", tmp_path / "t.trace", "--warmup", "-5", "--json") == 2
+    assert "--warmup" in json.loads(capsys.readouterr().out)["error"]["message"]

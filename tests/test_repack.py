@@ -328,8 +328,49 @@ def test_journals(tmp_path: Path) -> None:
     first.note([0, 1])
     first.close()
     path.write_text(path.read_text() + "1")  # cut while writing 12
-    assert journal.Journal(path, "work").done == {0, 1}
-    assert journal.Journal(path, "other").done == set()
+    for work, done in (("work", {0, 1}), ("other", set())):
+        opened = journal.Journal(path, work)
+        assert opened.done == done
+        opened.close()
+    opened = journal.Journal(path, "other")
+    opened.note([3])
+    with pytest.raises(RepackError, match="another repack is writing"):
+        journal.Journal(path, "other")
+    opened.close()
+    assert journal.Journal(path, "other", usable=False).done == set(), "an output that is not there was not written"
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut"])
+def test_a_journal_whose_file_is_gone_is_not_believed(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
+    source, out = tiny("moe_qwen3"), tmp_path / "x.lean.gguf"
+    partial = Path(f"{out}.partial")
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "read_back", stop)
+        with pytest.raises(KeyboardInterrupt):
+            repack(source, out)
+    if harm == "gone":
+        partial.unlink()
+    else:
+        os.truncate(partial, partial.stat().st_size // 2)
+    assert not repack(source, out).resumed
+    assert out.exists() and not list(tmp_path.glob("*.partial*"))
+
+
+def test_what_does_not_read_back_is_written_anew(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = tiny("moe_qwen3"), tmp_path / "x.lean.gguf"
+
+    def fail(*_: object, **__: object) -> None:
+        raise RepackError("a bad sector")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "read_back", fail)
+        with pytest.raises(RepackError, match="bad sector"):
+            repack(source, out)
+    assert not repack(source, out).resumed
 
 
 KILLED = """

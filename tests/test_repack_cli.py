@@ -112,6 +112,51 @@ def tiny_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.mark.native
 @pytest.mark.usefixtures("native")
 class TestCommands:
+    def test_a_stopped_repack_keeps_the_drive_it_measured(
+        self, calibrated: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another measurement would choose other clusters, and what is written would be of no use."""
+        from leanstream_gguf.repack import writer
+
+        model, record = calibrated
+        out = tmp_path / "x.lean.gguf"
+        command = ["repack", str(model), str(out), "--calibration", str(record), "--no-verify-run", "--quiet", "--json"]
+        rates = iter([DRIVE, cost.Drive((4096, 1048576), (100.0, 99.0), 512, "a disk that seeks")])
+        monkeypatch.setattr(cost, "measure_drive", lambda *_: next(rates))
+
+        def stop(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "read_back", stop)
+            assert cli.main(command) == 130
+        assert cli.main(command) == 0
+        done = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert done["resumed"] and done["drive"]["reason"] == DRIVE.reason
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["x.lean.gguf"]
+
+    def test_files_that_are_read_are_not_written_over(
+        self, calibrated: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        model, text = tmp_path / "m.gguf", tmp_path / "t.txt"
+        model.write_bytes(calibrated[0].read_bytes())
+        text.write_text("some words " * 400)
+        before = model.read_bytes(), text.read_bytes()
+        for out in (model, text):
+            for command in (["trace", "-f", str(text), "-n", "4"], ["calibrate", "--text", str(text), "--tokens", "1024"]):
+                assert cli.main([*command, "-m", str(model), "-o", str(out), "--json"]) == 2
+                assert "would be lost" in json.loads(capsys.readouterr().out)["error"]["message"]
+        assert (model.read_bytes(), text.read_bytes()) == before
+        assert cli.main(["calibrate", "-m", str(model), "-o", str(tmp_path), "--tokens", "1024", "--json"]) == 2
+
+    def test_an_output_that_cannot_be_written_is_a_json_error(
+        self, calibrated: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = tmp_path / "no such folder" / "x.lean.gguf"
+        command = ["repack", str(calibrated[0]), str(out), "--calibration", str(calibrated[1]), "--quiet", "--json"]
+        assert cli.main(command) == 8
+        assert json.loads(capsys.readouterr().out)["error"]["code"] == "write"
+
     @pytest.mark.parametrize("layout", ["exact", "faithful"])
     def test_there_and_back(
         self, calibrated: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str

@@ -9,7 +9,7 @@ import sys
 import warnings
 from typing import Any
 
-from ..errors import LeanStreamError, LeanStreamWarning
+from ..errors import ArgumentError, LeanStreamError, LeanStreamWarning, RepackError
 from ..settings import (
     ENV_CACHE,
     ENV_DEVICE_MEMORY,
@@ -203,5 +203,21 @@ def guarded(args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads: keep the interpreter from complaining at exit
         return 0
     except OSError as error:  # of the output: what is wrong with a model is a LeanStreamError
-        note(f"leanstream: {error}")
-        return 1
+        where = os.fspath(error.filename2 or error.filename or "the output")
+        named = RepackError(f"{where}: {error.strerror or error}", path=where, sys_errno=error.errno)
+        if getattr(args, "json", False):
+            print_json({"error": named.to_dict()})
+        note(f"leanstream: {named}")
+        return named.exit_status
+
+
+def require_other_file(out: str, *inputs: str | None) -> None:
+    """
+    Raises:
+        ArgumentError: `out` is one of the files that are read, or a folder.
+    """
+    if os.path.isdir(out):
+        raise ArgumentError(f"{out} is a folder; name a file", path=out)
+    for path in inputs:
+        if path is not None and os.path.exists(out) and os.path.exists(path) and os.path.samefile(out, path):
+            raise ArgumentError(f"{out} is read by this command and would be lost; choose another name", path=out)

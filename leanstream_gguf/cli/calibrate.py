@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         n_threads=args.threads,
         quiet=args.quiet,
     )
+    _common.require_other_file(request.out_path, args.model, args.text)
     record = calibrate(request)
     document = {"model": args.model, "record": request.out_path, **record.summary()}
     if args.json:

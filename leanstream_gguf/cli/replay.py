@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     shares = [share for share in map(parse_share, args.shares.split(",")) if share]
     if len(shares) != len(args.shares.split(",")) or max(shares) > 1:
         raise ArgumentError(f"--shares takes shares above 0 % and up to 100 % such as 10%,25%, not {args.shares!r}")
+    if args.warmup < 0:
+        raise ArgumentError("--warmup must be at least 0")
     policies = args.policies.split(",")
     found = replay.curve(
         args.trace, policies, shares, n_warmup_tokens=args.warmup, progress=lambda name: _common.note(f"replaying {name}")

@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.tokens < 1 or args.skip < 0:
         raise ArgumentError("-n must be at least 1 and --skip at least 0")
+    _common.require_other_file(args.output, args.model, args.file)
     llm, _ = load(args)
     with llm:
         tokens = _tokens(llm, args)

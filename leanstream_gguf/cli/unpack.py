@@ -27,6 +27,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..repack.unpack import unpack
 
+    _common.require_other_file(args.out, args.lean)
     done = unpack(args.lean, args.out, force=args.force, quiet=args.quiet)
     if args.json:
         _common.print_json(asdict(done))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from .layout import DenseFfn, NeuronLayer, find_dense, find_experts, make_layout
 from .requantize import DownRows, check_down_type
 from .storage import Source
 from .writer import Check, Written, output_name, write
+
+DRIVE_SUFFIX = ".partial.drive"
 
 
 @dataclass(frozen=True)
@@ -192,6 +196,7 @@ def repack(request: Request, check: Check | None = None) -> Repacked:
         higher = read_model(request.from_source)
         rows.higher = (higher, Source(higher.shards))
     written = write(layout, request.out_path, down_rows=rows, force=request.force, quiet=request.quiet, check=check)
+    Path(request.out_path + DRIVE_SUFFIX).unlink(missing_ok=True)
     return Repacked(
         written=written,
         layout="experts" if not layers else request.layout,
@@ -202,6 +207,20 @@ def repack(request: Request, check: Check | None = None) -> Repacked:
     )
 
 
+def _drive(request: Request, alignment: int) -> cost.Drive:
+    """The drive's rates. Measured ones are kept beside the unfinished output: measured again they would choose other clusters, and a
+    killed run could not go on."""
+    if request.drive:
+        return cost.Drive.load(request.drive, alignment)
+    kept = Path(request.out_path + DRIVE_SUFFIX)
+    with contextlib.suppress(ArgumentError):
+        if Path(request.out_path + ".partial.journal").exists():
+            return cost.Drive.load(str(kept), alignment)
+    measured = cost.measure_drive(request.source, alignment)
+    kept.write_text(json.dumps(measured.to_dict()), encoding="utf-8")
+    return cost.Drive.load(str(kept), alignment)  # rounded, as it will be after a kill
+
+
 def _plan_neurons(request: Request, model: Model, alignment: int) -> _Planner:
     assert request.calibration is not None
     record = Record.load(request.calibration)
@@ -209,8 +228,7 @@ def _plan_neurons(request: Request, model: Model, alignment: int) -> _Planner:
     if request.layout == "faithful" and not record.margins:
         why = "its activation has no zeros" if not record.has_zeros else "it was made with --no-sketch"
         raise CalibrationError(f"{request.calibration} has no sketch margins ({why}), which the layout faithful needs")
-    drive = cost.Drive.load(request.drive, alignment) if request.drive else cost.measure_drive(request.source, alignment)
-    planner = _Planner(request, model, record, alignment, drive)
+    planner = _Planner(request, model, record, alignment, _drive(request, alignment))
     for ffn in find_dense(model):
         planner.add(ffn)
     if planner.layers and len({layer.gate is None for layer in planner.layers}) > 1:

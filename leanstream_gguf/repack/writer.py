@@ -81,9 +81,12 @@ def write(
         raise ArgumentError(f"{out} exists already", path=out, remedy="choose another name, or --force")
     if any(os.path.exists(shard.path) and _same_file(shard.path, out) for shard in layout.source.shards):
         raise ArgumentError(f"{out} is the source itself", path=out)
+    if final.is_dir():
+        raise ArgumentError(f"{out} is a folder; name a file", path=out)
     allocated = partial.stat().st_blocks * 512 if partial.exists() and hasattr(partial.stat(), "st_blocks") else 0
     require_space(out, layout.file_bytes, allocated)
-    journal = Journal(Path(out + ".partial.journal"), work_id(layout))
+    usable = partial.exists() and partial.stat().st_size == layout.file_bytes
+    journal = Journal(Path(out + ".partial.journal"), work_id(layout), usable=usable)
     if not journal.resumed:
         partial.unlink(missing_ok=True)
     output = Output(str(partial))
@@ -95,21 +98,31 @@ def write(
             write_seconds = _run_jobs(layout, source, output, rows, journal, quiet)
             _write_header(output, layout, ["0" * 64] * len(layout.source.shards))
             started = time.monotonic()
-            sha256 = read_back(str(partial), layout, rows, source, quiet=quiet)
+            sha256 = _read_back(str(partial), layout, rows, source, journal, quiet)
         _write_header(output, layout, sha256)
         if LeanFile(str(partial)).sha256 != sha256:
             raise RepackError(f"{partial} does not read back as it was written: its header differs", path=str(partial))
         verify_seconds = time.monotonic() - started
         checked = check(str(partial)) if check else None
+        output.close()
+        os.replace(partial, final)
+        _sync_folder(final.parent)
+        journal.remove()
     finally:
         output.close()
         journal.close()
-    os.replace(partial, final)
-    _sync_folder(final.parent)
-    journal.remove()
     errors = {block: error.relative_rms for block, error in rows.errors.items()}
     source_bytes = layout.source.file_bytes
     return Written(out, layout.file_bytes, source_bytes, resumed, write_seconds, verify_seconds, sha256, errors, checked)
+
+
+def _read_back(path: str, layout: Layout, rows: DownRows, source: Source, journal: Journal, quiet: bool) -> list[str]:
+    """A file that does not read back is written anew next time."""
+    try:
+        return read_back(path, layout, rows, source, quiet=quiet)
+    except RepackError:
+        journal.remove()
+        raise
 
 
 def _same_file(a: str, b: str) -> bool:
