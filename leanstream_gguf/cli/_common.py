@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -206,7 +207,8 @@ def guarded(args: argparse.Namespace) -> int:
         where = os.fspath(error.filename2 or error.filename or "the output")
         named = RepackError(f"{where}: {error.strerror or error}", path=where, sys_errno=error.errno)
         if getattr(args, "json", False):
-            print_json({"error": named.to_dict()})
+            with contextlib.suppress(OSError):  # it may be standard output that takes no more
+                print_json({"error": named.to_dict()})
         note(f"leanstream: {named}")
         return named.exit_status
 
